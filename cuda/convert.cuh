@@ -1,0 +1,251 @@
+// Numeric conversions and the elementwise functions of the layer. Mirrors
+// replayssm_cupy/numerics.py.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "params.cuh"
+#include "ptx.cuh"
+
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+using int8 = signed char;
+using e4m3 = __nv_fp8_e4m3;
+
+namespace convert {
+
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(fp16 v) { return __half2float(v); }
+
+// Nearest, ties to even.
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ fp16 from_float<fp16>(float v) {
+  return __float2half_rn(v);
+}
+
+__device__ __forceinline__ float load_float(const void* array, int64_t index, int type) {
+  if (type == kFloat32) return static_cast<const float*>(array)[index];
+  if (type == kBfloat16) return to_float(static_cast<const bf16*>(array)[index]);
+  return to_float(static_cast<const fp16*>(array)[index]);
+}
+
+__device__ __forceinline__ void store_float(void* array, int64_t index, int type, float v) {
+  if (type == kFloat32) {
+    static_cast<float*>(array)[index] = v;
+  } else if (type == kBfloat16) {
+    static_cast<bf16*>(array)[index] = from_float<bf16>(v);
+  } else {
+    static_cast<fp16*>(array)[index] = from_float<fp16>(v);
+  }
+}
+
+__device__ __forceinline__ int64_t load_index(const void* array, int64_t index, int type) {
+  if (type == kInt32) return static_cast<const int*>(array)[index];
+  return static_cast<const int64_t*>(array)[index];
+}
+
+// Two 16-bit values share a register, the lower index in the lower half.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack<fp16>(uint32_t pair) {
+  const __half2_raw raw = {static_cast<unsigned short>(pair & 0xffffu),
+                           static_cast<unsigned short>(pair >> 16)};
+  return __half22float2(__half2(raw));
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack(float2 v);
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float2 v) {
+  const __nv_bfloat162_raw raw = __floats2bfloat162_rn(v.x, v.y);
+  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<fp16>(float2 v) {
+  const __half2_raw raw = __floats2half2_rn(v.x, v.y);
+  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+}
+
+// v = sum of the terms: two bf16 terms keep 16 bits of a float, three keep all 24.
+template <int kTerms>
+__device__ __forceinline__ void split(float2 v, uint32_t (&terms)[kTerms]) {
+#pragma unroll
+  for (int i = 0; i < kTerms; ++i) {
+    terms[i] = pack<bf16>(v);
+    const float2 rounded = unpack<bf16>(terms[i]);
+    v = make_float2(v.x - rounded.x, v.y - rounded.y);
+  }
+}
+
+// log(1 + exp(v)) in the form that keeps small results; the identity above 20.
+__device__ __forceinline__ float softplus(float v) { return v <= 20.0f ? log1pf(expf(v)) : v; }
+
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+
+// ---- 8-bit states: a row of codes with one fp32 decode scale ------------------------------------
+
+template <class State>
+constexpr bool kScaled = sizeof(State) == 1;
+
+template <>
+__device__ __forceinline__ float2 unpack<int8>(uint32_t codes) {
+  return make_float2(static_cast<float>(static_cast<int8>(codes & 0xffu)),
+                     static_cast<float>(static_cast<int8>(codes >> 8 & 0xffu)));
+}
+template <>
+__device__ __forceinline__ float2 unpack<e4m3>(uint32_t codes) {
+  const __nv_fp8x2_storage_t pair = static_cast<__nv_fp8x2_storage_t>(codes & 0xffffu);
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+}
+
+// How a row of largest magnitude `amax` (as bits) is stored. A row of zeros or subnormals stores
+// zeros with scale 1; one with a NaN or an infinity stores zeros with scale NaN, which stays
+// visible. The floor keeps the decode scale a normal number, the bound the largest code finite.
+struct RowScale {
+  float encode, decode;
+};
+
+template <class State>
+__device__ __forceinline__ RowScale row_scale(uint32_t amax_bits) {
+  constexpr float kLargest = same<State, int8> ? 127.0f : 448.0f;
+  if (amax_bits >= 0x7f800000u) return {0.0f, __uint_as_float(0x7fc00000u)};
+  if (amax_bits < 0x00800000u) return {0.0f, 1.0f};
+  const float encode = kLargest / fmaxf(__uint_as_float(amax_bits), kLargest * 0x1p-117f);
+  const float decode = 1.0f / encode;
+  return {encode, same<State, int8> ? fminf(decode, __uint_as_float(0x7c010203u)) : decode};
+}
+
+// ---- stochastic rounding ------------------------------------------------------------------------
+
+// Philox-4x32: four random words of a 64-bit counter and a 64-bit key.
+__device__ __forceinline__ uint4 philox4x32(uint64_t offset, uint64_t seed, int rounds) {
+  uint4 c = make_uint4(static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), 0, 0);
+  uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * c.x, b = uint64_t{0xCD9E8D57u} * c.z;
+    c = make_uint4(static_cast<uint32_t>(b >> 32) ^ c.y ^ low, static_cast<uint32_t>(b),
+                   static_cast<uint32_t>(a >> 32) ^ c.w ^ high, static_cast<uint32_t>(a));
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+  return c;
+}
+
+// The seed of a layer: the SplitMix64 finaliser keeps the layers' noise apart.
+__device__ __forceinline__ uint64_t mix_seed(uint64_t seed, int layer) {
+  uint64_t v = seed ^ uint64_t{0x9E3779B97F4A7C15u} * (layer + 1);
+  v = (v ^ v >> 30) * uint64_t{0xBF58476D1CE4E5B9u};
+  v = (v ^ v >> 27) * uint64_t{0x94D049BB133111EBu};
+  return v ^ v >> 31;
+}
+
+// The magnitude of a finite `v` in a format of kMantissa stored bits whose normal numbers begin at
+// the fp32 exponent kFirstNormal: the top kField of the bits to discard are added to, then cut.
+template <int kMantissa, int kFirstNormal, int kField>
+__device__ __forceinline__ uint32_t round_magnitude(uint32_t magnitude, uint32_t field) {
+  const int exponent = static_cast<int>(magnitude >> 23);
+  if (exponent == 0) return 0;
+  // Under the first normal number one more bit is dropped per binade, all 24 in the end.
+  const int dropped = min(23 - kMantissa - kField + max(kFirstNormal - exponent, 0), 24);
+  const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
+  const uint32_t kept = ((significand >> dropped) + field) >> kField;
+  return (static_cast<uint32_t>(max(exponent - kFirstNormal, 0)) << kMantissa) + kept;
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t round_stochastically(float v, uint32_t field);
+template <>
+__device__ __forceinline__ uint32_t round_stochastically<bf16>(float v, uint32_t field) {
+  const uint32_t bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fffu;
+  const uint32_t rounded =
+      magnitude == 0x7f800000u ? 0x7f80u : round_magnitude<7, 1, 16>(magnitude, field);
+  return rounded | (bits >> 16 & 0x8000u);
+}
+template <>
+__device__ __forceinline__ uint32_t round_stochastically<fp16>(float v, uint32_t field) {
+  const uint32_t bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fffu;
+  const uint32_t rounded = round_magnitude<10, 113, 13>(magnitude, field & 0x1fffu);
+  return min(rounded, 0x7c00u) | (bits >> 16 & 0x8000u);
+}
+template <>
+__device__ __forceinline__ uint32_t round_stochastically<e4m3>(float v, uint32_t field) {
+  const uint32_t bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fu;
+  return min(round_magnitude<3, 121, 16>(magnitude, field), 0x7eu) | (bits >> 24 & 0x80u);
+}
+template <>
+__device__ __forceinline__ uint32_t round_stochastically<int8>(float v, uint32_t field) {
+  const float cell = floorf(v + static_cast<float>(field) * 0x1p-16f);
+  return static_cast<uint32_t>(static_cast<int>(fminf(fmaxf(cell, -127.0f), 127.0f))) & 0xffu;
+}
+
+// A pair of 16-bit values with the two fields of one random word.
+template <class T>
+__device__ __forceinline__ uint32_t pack_stochastically(float2 v, uint32_t word) {
+  if constexpr (ptx::kHasStochasticCvt) {
+    return same<T, bf16> ? ptx::cvt_rs_bf16x2(v.x, v.y, word) : ptx::cvt_rs_f16x2(v.x, v.y, word);
+  } else {
+    return round_stochastically<T>(v.x, word & 0xffffu) | round_stochastically<T>(v.y, word >> 16)
+                                                              << 16;
+  }
+}
+
+// Four codes of scaled values; a random word serves all four, halves straight and bit-reversed.
+template <class T>
+__device__ __forceinline__ uint32_t pack_codes_stochastically(float2 a, float2 b, uint32_t word) {
+  if constexpr (ptx::kHasStochasticCvt && same<T, e4m3>) {
+    return ptx::cvt_rs_e4m3x4(a.x, a.y, b.x, b.y, word);
+  } else {
+    const uint32_t reversed = __brev(word);  // the high half of `reversed` is the low half of word
+    return round_stochastically<T>(a.x, word & 0xffffu) |
+           round_stochastically<T>(a.y, reversed >> 16) << 8 |
+           round_stochastically<T>(b.x, word >> 16) << 16 |
+           round_stochastically<T>(b.y, reversed & 0xffffu) << 24;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack_codes(float2 a, float2 b);
+template <>
+__device__ __forceinline__ uint32_t pack_codes<int8>(float2 a, float2 b) {
+  const float v[4] = {a.x, a.y, b.x, b.y};
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int code = static_cast<int>(fminf(fmaxf(rintf(v[i]), -127.0f), 127.0f));
+    codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
+  }
+  return codes;
+}
+template <>
+__device__ __forceinline__ uint32_t pack_codes<e4m3>(float2 a, float2 b) {
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3);
+  return low | static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+}  // namespace convert

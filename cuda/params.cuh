@@ -1,0 +1,184 @@
+// The parameter records: one by-value struct per kernel. replayssm_cupy/plan.py holds the same
+// fields in the same order, and a test compares the two.
+// Strides count elements of the array's own type. The last axis of x, B, C, z, out, state and the
+// rings is contiguous; `dt`, `A`, `D` and `dt_bias` hold one value per head.
+#pragma once
+#if defined(REPLAYSSM_HOST)
+#include <cstdint>
+#else
+using int64_t = long long;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+#endif
+
+// Types that are chosen at run time. A scalar per head costs nothing to convert, so the element
+// types of dt, A, D and dt_bias are not template parameters.
+enum FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum IndexType : int { kInt32 = 0, kInt64 = 1 };
+
+struct CheckpointingSsuParams {
+  void* state;                          // (num_slots, nheads, head_dim, dstate), written on flush
+  float* state_scale;                   // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* x_cache;                        // (num_slots, nheads, ring_buffer_len, head_dim), appended
+  void* B_cache;                        // (num_slots, ngroups, ring_buffer_len, dstate), appended
+  float* dt_cache;                      // (num_slots, nheads, ring_buffer_len), appended
+  const int* ring_start;                // (num_slots,)
+  const int* prev_num_accepted_tokens;  // (num_slots,)
+  const void* x;                        // (batch, npredicted, nheads, head_dim)
+  const void* dt;                       // (batch, npredicted, nheads)
+  const void* A;                        // (nheads,)
+  const void* B;                        // (batch, npredicted, ngroups, dstate)
+  const void* C;                        // (batch, npredicted, ngroups, dstate)
+  const void* D;                        // (nheads,) or null
+  const void* z;                        // (batch, npredicted, nheads, head_dim) or null
+  const void* dt_bias;                  // (nheads,) or null
+  const void* slots;                    // (batch,) or null: slot = batch row
+  const int* cu_seqlens;                // (batch + 1,) or null: npredicted tokens in every row
+  const unsigned char* force_flush;     // (batch,) or null: not 0 folds whatever is live
+  const int64_t* rand_seed;             // (1,) or null: round to nearest
+  void* out;                            // (batch, npredicted, nheads, head_dim)
+  int64_t state_slot_stride, state_head_stride;
+  int64_t state_scale_slot_stride, state_scale_head_stride;
+  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
+  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
+  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
+  int64_t A_stride;
+  int64_t B_batch_stride, B_token_stride, B_group_stride;
+  int64_t C_batch_stride, C_token_stride, C_group_stride;
+  int64_t D_stride;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  int64_t dt_bias_stride;
+  int64_t out_batch_stride, out_token_stride, out_head_stride;
+  int64_t slots_stride, force_flush_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
+  int max_window, ring_buffer_len;
+  int slots_type;                             // IndexType
+  int dt_type, A_type, D_type, dt_bias_type;  // FloatType
+  int out_type;                               // FloatType: that of x, or kFloat32
+  int dt_softplus;                            // 0 or 1
+  int zero_padding;                           // 1: rows of `out` of padding become 0
+  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+};
+
+struct SelectiveStateUpdateParams {
+  void* state;               // (num_slots, nheads, head_dim, dstate), updated
+  float* state_scale;        // (num_slots, nheads, head_dim), of 8-bit states, or null
+  const void* x;             // (batch, npredicted, nheads, head_dim)
+  const void* dt;            // (batch, npredicted, nheads)
+  const void* A;             // (nheads,)
+  const void* B;             // (batch, npredicted, ngroups, dstate)
+  const void* C;             // (batch, npredicted, ngroups, dstate)
+  const void* D;             // (nheads,) or null
+  const void* z;             // (batch, npredicted, nheads, head_dim) or null
+  const void* dt_bias;       // (nheads,) or null
+  const void* slots;         // (batch,) or null: slot = batch row
+  const int64_t* rand_seed;  // (1,) or null: round to nearest
+  void* out;                 // (batch, npredicted, nheads, head_dim)
+  int64_t state_slot_stride, state_head_stride;
+  int64_t state_scale_slot_stride, state_scale_head_stride;
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
+  int64_t A_stride;
+  int64_t B_batch_stride, B_token_stride, B_group_stride;
+  int64_t C_batch_stride, C_token_stride, C_group_stride;
+  int64_t D_stride;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  int64_t dt_bias_stride;
+  int64_t out_batch_stride, out_token_stride, out_head_stride;
+  int64_t slots_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
+  int slots_type;                             // IndexType
+  int dt_type, A_type, D_type, dt_bias_type;  // FloatType
+  int out_type;                               // FloatType: that of x, or kFloat32
+  int dt_softplus;                            // 0 or 1
+  int zero_padding;                           // 1: rows of `out` of padding become 0
+  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+};
+
+struct AdvanceRingParams {
+  int* ring_start;                   // (num_slots,), updated
+  int* prev_num_accepted_tokens;     // (num_slots,), updated
+  const void* num_accepted;          // (batch,)
+  const void* query_lens;            // (batch,) or null: npredicted everywhere
+  const void* slots;                 // (batch,) or null: slot = batch row
+  const unsigned char* reset;        // (batch,) or null: not 0 starts the slot anew
+  const unsigned char* force_flush;  // (batch,) or null: the step's own
+  int64_t* rand_seed;                // (1,), incremented, or null
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t num_accepted_stride, query_lens_stride, slots_stride, reset_stride, force_flush_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, npredicted, max_window, ring_buffer_len;
+  int num_accepted_type, query_lens_type, slots_type;  // IndexType
+};
+
+// States of up to this many layers are reset by one launch; the table travels with the launch.
+constexpr int kMaxResetLayers = 128;
+
+struct ResetSlotsParams {
+  float* state_scales[kMaxResetLayers];  // each (num_slots, nheads, head_dim), or null
+  int64_t state_scale_slot_strides[kMaxResetLayers];
+  int64_t state_scale_head_strides[kMaxResetLayers];
+  void* states[kMaxResetLayers];                // each (num_slots, nheads, head_dim, dstate)
+  int64_t state_slot_strides[kMaxResetLayers];  // in 16-byte units
+  int64_t state_head_strides[kMaxResetLayers];  // in 16-byte units
+  int* ring_start;                              // (num_slots,), or null: states only
+  int* prev_num_accepted_tokens;                // (num_slots,), or null: states only
+  const void* slots;                            // (batch,) or null: slot = batch row
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride, slots_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, nheads, head_dim, vectors_per_head;  // 16-byte vectors in a head's state
+  int slots_type;                                            // IndexType
+};
+
+struct LoadStateParams {
+  void* state;         // (num_slots, nheads, head_dim, dstate), the slots written
+  float* state_scale;  // (num_slots, nheads, head_dim), of 8-bit states, or null
+  const void* source;  // (batch, nheads, head_dim, dstate)
+  const void* slots;   // (batch,) or null: slot = batch row
+  int64_t state_slot_stride, state_head_stride;
+  int64_t state_scale_slot_stride, state_scale_head_stride;
+  int64_t source_batch_stride, source_head_stride;
+  int64_t slots_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, nheads, head_dim, dstate;
+  int slots_type;  // IndexType
+};
+
+// What a check found: one of the violations, else kNone.
+enum Violation : int {
+  kNone = 0,
+  kRingStart = 1,
+  kPrevNumAcceptedTokens = 2,
+  kDuplicateSlot = 3,
+  kCuSeqlens = 4,
+  kSequenceLength = 5,
+  kXNotFinite = 6,
+  kBNotFinite = 7,
+  kDtNotFinite = 8,
+};
+
+struct CheckStepParams {
+  int64_t* report;                      // (4,): violation, batch row, value, legal bound; starts 0
+  const int* ring_start;                // (num_slots,)
+  const int* prev_num_accepted_tokens;  // (num_slots,)
+  const void* slots;                    // (batch,) or null: slot = batch row
+  const int* cu_seqlens;                // (batch + 1,) or null
+  const float* dt_cache;                // (num_slots, nheads, ring_buffer_len)
+  const void* x_cache;                  // (num_slots, nheads, ring_buffer_len, head_dim)
+  const void* B_cache;                  // (num_slots, ngroups, ring_buffer_len, dstate)
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride, slots_stride;
+  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
+  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
+  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
+  int64_t pad_slot_id;
+  int num_slots, batch, npredicted, tokens, nheads, ngroups, head_dim, dstate;
+  int max_window, ring_buffer_len;
+  int slots_type;    // IndexType
+  int ring_type;     // FloatType of x_cache and B_cache
+  int check_finite;  // 1: live ring rows must be finite
+};

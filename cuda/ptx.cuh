@@ -1,0 +1,74 @@
+// Every inline PTX statement of the project: one wrapper per instruction, named like it.
+// tests/host replaces this file by twins of the same names that run on the CPU.
+#pragma once
+#if defined(REPLAYSSM_HOST)
+#include "ptx_host.hpp"
+#else
+namespace ptx {
+
+// D (16 x 8, fp32) += A (16 x 16, row) * B (16 x 8, col); lane = 4 g + t holds
+// a = {A[g][2t..], A[g+8][2t..], A[g][2t+8..], A[g+8][2t+8..]}, b = {B[2t..][g], B[2t+8..][g]},
+// d = {D[g][2t], D[g][2t+1], D[g+8][2t], D[g+8][2t+1]}.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4],
+                                                  unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                                 unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 x 8 matrix of 16-bit values; lane = 4 g + t holds M[g][2t] and M[g][2t+1].
+__device__ __forceinline__ unsigned movmatrix(unsigned m) {
+  unsigned r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(m));
+  return r;
+}
+
+// 2^x, within 2^-22 relative; results below the normal range are 0.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Stochastic rounding in hardware: sm_100a and sm_103a only, so ask `kHasStochasticCvt` first.
+// `bits` holds a random field for each value: 13 or 16 bits of its half, or see e4m3x4.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+constexpr bool kHasStochasticCvt = true;
+#define PTX_CVT_RS(...) asm(__VA_ARGS__)
+#else
+constexpr bool kHasStochasticCvt = false;
+#define PTX_CVT_RS(...) r = 0
+#endif
+
+__device__ __forceinline__ unsigned cvt_rs_bf16x2(float low, float high, unsigned bits) {
+  unsigned r;
+  PTX_CVT_RS("cvt.rs.bf16x2.f32 %0, %1, %2, %3;" : "=r"(r) : "f"(high), "f"(low), "r"(bits));
+  return r;
+}
+
+__device__ __forceinline__ unsigned cvt_rs_f16x2(float low, float high, unsigned bits) {
+  unsigned r;
+  PTX_CVT_RS("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(r) : "f"(high), "f"(low), "r"(bits));
+  return r;
+}
+
+// Fields: the low half for v0, reversed for v1, the high half for v2, reversed for v3.
+__device__ __forceinline__ unsigned cvt_rs_e4m3x4(float v0, float v1, float v2, float v3,
+                                                  unsigned bits) {
+  unsigned r;
+  PTX_CVT_RS("cvt.rs.satfinite.e4m3x4.f32 %0, {%1, %2, %3, %4}, %5;" : "=r"(r) : "f"(v3), "f"(v2),
+             "f"(v1), "f"(v0), "r"(bits));
+  return r;
+}
+
+}  // namespace ptx
+#endif

@@ -1,0 +1,297 @@
+// The maths of a replayed window that kernels share; names as in replayssm_cupy/reference.py.
+//
+// One warp owns one slab: 16 rows p of one head's state. It never talks to another warp.
+// Lane 4 g + t holds, as an m16n8k16 fragment does, rows g and g + 8 of the slab. The sum over
+// dstate may run in any order, so it runs in the order in which the lanes load: a lane's pair r
+// (two neighbouring columns n) is the pair r % (kPiece / 2) of its 16-byte piece r / (kPiece / 2),
+// and piece J of lane t starts at column 4 * kPiece * J + kPiece * t. Rows of B and C are read
+// in the same order, so a piece of state is an MMA operand as it lies in memory.
+#pragma once
+#include "convert.cuh"
+
+namespace replay {
+
+constexpr int kRows = 16;  // most rows in one product over j: a window never has more
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Lane {
+  int index, g, t;
+  __device__ Lane() : index(threadIdx.x & 31), g(index >> 2), t(index & 3) {}
+};
+
+// How a state type and dstate fall into pieces and chunks. A chunk is what a lane keeps in
+// registers.
+template <class State, int kDstate>
+struct Tiling {
+  static constexpr int kPiece = 16 / sizeof(State);             // elements of a 16-byte piece
+  static constexpr int kChunk = kDstate < 128 ? kDstate : 128;  // columns in registers at once
+  static constexpr int kChunks = kDstate / kChunk;
+  static constexpr int kPieces = kChunk / (4 * kPiece);  // of a lane, in one row
+  static constexpr int kPairs = kChunk / 8;              // of a lane, in one row
+  static_assert(kDstate % kChunk == 0 && kPieces >= 1, "chunks and pieces tile a row");
+};
+
+// ---- cursors ------------------------------------------------------------------------------------
+
+// The flush rule: the window that follows would not leave room for `q` more rows.
+__device__ __forceinline__ bool flushes(int prev_num_accepted, int q, int max_window) {
+  return prev_num_accepted + q > max_window;
+}
+
+__device__ __forceinline__ int ring_row(int ring_start, int j, int ring_buffer_len) {
+  const int row = ring_start + j;
+  return row >= ring_buffer_len ? row - ring_buffer_len : row;
+}
+
+// The slot of a batch row, or -1 for padding.
+template <class Params>
+__device__ __forceinline__ int64_t find_slot(const Params& params, int row) {
+  if (params.slots == nullptr) return row < params.num_slots ? row : -1;
+  const int64_t slot =
+      convert::load_index(params.slots, row * params.slots_stride, params.slots_type);
+  return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
+}
+
+// The rows of a step. A step that does not flush reads out the old rows and then the new ones, at
+// most max_window together. A flush folds the old rows into the state and reads out the new ones.
+struct Window {
+  int start, live, q;
+  bool flush;
+  __device__ __forceinline__ int old_rows() const { return flush ? 0 : live; }
+  __device__ __forceinline__ int rows() const { return old_rows() + q; }
+};
+
+// ---- decays -------------------------------------------------------------------------------------
+
+// A sum as high + low part: differences of prefix sums stay exact after a large dt.
+struct Sum {
+  float high, low;
+};
+
+__device__ __forceinline__ Sum add(Sum a, Sum b) {
+  const float high = a.high + b.high, shift = high - a.high;
+  return {high, (a.high - (high - shift)) + (b.high - shift) + (a.low + b.low)};
+}
+
+__device__ __forceinline__ float difference(Sum a, Sum b) {
+  return (a.high - b.high) + (a.low - b.low);
+}
+
+__device__ __forceinline__ Sum shuffle(Sum v, int lane) {
+  return {__shfl_sync(kAllLanes, v.high, lane), __shfl_sync(kAllLanes, v.low, lane)};
+}
+
+// Lanes 0-15 hold dt of the rows read out, lanes 16-31 of the rows folded; `sum` is inclusive.
+struct Decays {
+  float dt, a;  // a = A * log2(e): decays are powers of two
+  Sum sum;
+  __device__ Decays(float dt_of_row, float A) : dt(dt_of_row), a(A * kLog2e), sum{dt_of_row, 0.0f} {
+    const int row = threadIdx.x & 15;
+#pragma unroll
+    for (int step = 1; step < kRows; step <<= 1) {
+      const Sum before = {__shfl_up_sync(kAllLanes, sum.high, step, 16),
+                          __shfl_up_sync(kAllLanes, sum.low, step, 16)};
+      if (row >= step) sum = add(before, sum);
+    }
+  }
+};
+
+template <class Params>
+__device__ __forceinline__ float processed_dt(const Params& params, float dt, int head) {
+  if (params.dt_bias != nullptr) {
+    dt += convert::load_float(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
+  }
+  return params.dt_softplus ? convert::softplus(dt) : dt;
+}
+
+// ---- operands -----------------------------------------------------------------------------------
+
+// A fragment's values as a sum of bf16 terms. Activations are exact in one (bf16) or two (fp16),
+// stored states in one (bf16, 8-bit codes), two (fp16), or two to 2^-17 (fp32).
+template <class T>
+constexpr int kExactTerms = convert::same<T, bf16> || sizeof(T) == 1 ? 1 : 2;
+
+template <class Act>
+__device__ __forceinline__ void activation_terms(uint32_t pair,
+                                                 uint32_t (&terms)[kExactTerms<Act>]) {
+  if constexpr (convert::same<Act, bf16>)
+    terms[0] = pair;
+  else
+    convert::split(convert::unpack<Act>(pair), terms);
+}
+
+template <class Act>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (convert::same<Act, bf16>)
+    ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+  else
+    ptx::mma_m16n8k16_f16(d, a, b0, b1);
+}
+
+// d += (sum of a) * (sum of b), leaving out products of terms that lie below the last ones.
+template <int kA, int kB>
+__device__ __forceinline__ void product(float (&d)[4], const uint32_t (&a)[kA][4],
+                                        const uint32_t (&b0)[kB], const uint32_t (&b1)[kB]) {
+#pragma unroll
+  for (int i = 0; i < kA; ++i)
+#pragma unroll
+    for (int k = 0; k < kB; ++k)
+      if (i + k < (kA > kB ? kA : kB)) ptx::mma_m16n8k16_bf16(d, a[i], b0[k], b1[k]);
+}
+
+// The two pairs of rows g and g + 8 that make one k-step of an A operand.
+template <int kTerms>
+__device__ __forceinline__ void split_rows(const float2 (&v)[4], uint32_t (&terms)[kTerms][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t parts[kTerms];
+    convert::split(v[i], parts);
+#pragma unroll
+    for (int k = 0; k < kTerms; ++k) terms[k][i] = parts[k];
+  }
+}
+
+// One chunk of a row of B or C, in the lanes' order; zeros where the row is dead.
+template <int kPiece, int kPairs, class Act>
+__device__ __forceinline__ void load_row(uint32_t (&pairs)[kPairs], const Act* row, int t,
+                                         bool live) {
+  constexpr int kPairsOfPiece = kPiece / 2;
+#pragma unroll
+  for (int J = 0; J < kPairs / kPairsOfPiece; ++J) {
+    const Act* piece = row + (4 * J + t) * kPiece;
+    uint32_t* to = pairs + J * kPairsOfPiece;
+    if constexpr (kPiece == 4) {
+      const uint2 v = live ? *reinterpret_cast<const uint2*>(piece) : make_uint2(0, 0);
+      to[0] = v.x, to[1] = v.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPiece / 8; ++i) {
+        const uint4 v = live ? reinterpret_cast<const uint4*>(piece)[i] : make_uint4(0, 0, 0, 0);
+        to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+      }
+    }
+  }
+}
+
+// ---- stored state -------------------------------------------------------------------------------
+
+// Pair `q` of a 16-byte piece of state as floats: values, or the codes of an 8-bit state.
+template <class State>
+__device__ __forceinline__ float2 piece_pair(const uint4& piece, int q) {
+  const uint32_t word[4] = {piece.x, piece.y, piece.z, piece.w};
+  if constexpr (sizeof(State) == 4) {
+    return make_float2(__uint_as_float(word[2 * q]), __uint_as_float(word[2 * q + 1]));
+  } else if constexpr (sizeof(State) == 2) {
+    return convert::unpack<State>(word[q]);
+  } else {
+    return convert::unpack<State>(word[q / 2] >> (16 * (q & 1)));
+  }
+}
+
+// How states are rounded when they are stored: to nearest without rounds, else stochastically.
+struct Rounding {
+  uint64_t seed;
+  int rounds;
+
+  template <class Params>
+  __device__ explicit Rounding(const Params& params) : seed(0), rounds(0) {
+    if (params.rand_seed == nullptr) return;
+    const uint64_t given = static_cast<uint64_t>(*params.rand_seed);
+    seed = params.layer < 0 ? given : convert::mix_seed(given, params.layer);
+    rounds = params.philox_rounds;
+  }
+};
+
+// One piece from floats; those of an 8-bit state are scaled already. `offset` is the piece's first
+// element in the state's storage: one call of Philox serves a piece.
+template <class State, bool kStochastic>
+__device__ __forceinline__ uint4 encode_piece(const float2 (&v)[8 / sizeof(State)],
+                                              const Rounding& rounding, int64_t offset) {
+  if constexpr (sizeof(State) == 4) {
+    return make_uint4(__float_as_uint(v[0].x), __float_as_uint(v[0].y), __float_as_uint(v[1].x),
+                      __float_as_uint(v[1].y));
+  } else {
+    uint32_t word[4], bits[4] = {};
+    if constexpr (kStochastic) {
+      const uint4 random =
+          convert::philox4x32(static_cast<uint64_t>(offset), rounding.seed, rounding.rounds);
+      bits[0] = random.x, bits[1] = random.y, bits[2] = random.z, bits[3] = random.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(State) == 2) {
+        word[i] = kStochastic ? convert::pack_stochastically<State>(v[i], bits[i])
+                              : convert::pack<State>(v[i]);
+      } else {
+        const float2 a = v[2 * i], b = v[2 * i + 1];
+        word[i] = kStochastic ? convert::pack_codes_stochastically<State>(a, b, bits[i])
+                              : convert::pack_codes<State>(a, b);
+      }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+  }
+}
+
+template <class State>
+struct Piece {
+  float2 v[8 / sizeof(State)];
+};
+
+// The stochastic form as a call: many pieces of a row share its code.
+template <class State>
+__device__ __noinline__ uint4 encode_stochastically(Piece<State> piece, Rounding rounding,
+                                                    int64_t offset) {
+  return encode_piece<State, true>(piece.v, rounding, offset);
+}
+
+// A row of pieces, all to nearest or all stochastically.
+template <class State, bool kStochastic>
+__device__ __forceinline__ uint4 encode_piece_of_row(const float2 (&v)[8 / sizeof(State)],
+                                                     const Rounding& rounding, int64_t offset) {
+  if constexpr (!kStochastic) return encode_piece<State, false>(v, rounding, offset);
+  Piece<State> piece;
+#pragma unroll
+  for (int i = 0; i < 8 / sizeof(State); ++i) piece.v[i] = v[i];
+  return encode_stochastically<State>(piece, rounding, offset);
+}
+
+// The largest magnitude of a row, as bits, over the lane's values and then the lanes that share it.
+// NaN counts as largest.
+template <int kCount>
+__device__ __forceinline__ uint32_t row_amax(const float2 (&v)[kCount]) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    amax = max(amax,
+               max(__float_as_uint(v[i].x) & 0x7fffffffu, __float_as_uint(v[i].y) & 0x7fffffffu));
+  }
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  return max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+}
+
+// Encodes the lane's pieces of one row of an 8-bit state, and its scale. `to` is the lane's first
+// piece, `offset` that piece's place in the storage; pieces lie four apart.
+template <class State, bool kStochastic, int kPieces>
+__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
+                                                 const float2 (&v)[kPieces * 8],
+                                                 const Rounding& rounding, const Lane& lane) {
+  const convert::RowScale row = convert::row_scale<State>(row_amax(v));
+#pragma unroll
+  for (int J = 0; J < kPieces; ++J) {
+    float2 piece[8];
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      const float2 s = v[8 * J + q];
+      piece[q] = row.encode == 0.0f
+                     ? make_float2(0.0f, 0.0f)
+                     : make_float2(__fmul_rn(s.x, row.encode), __fmul_rn(s.y, row.encode));
+    }
+    *reinterpret_cast<uint4*>(to + 64 * J) =
+        encode_piece_of_row<State, kStochastic>(piece, rounding, offset + 64 * J);
+  }
+  if (lane.t == 0) *scale = row.decode;
+}
+
+}  // namespace replay
