@@ -1,0 +1,19 @@
+"""ReplaySSM: decode Mamba-2 layers fast, from any array library, with nothing to build."""
+
+from .errors import ReplaySSMError
+from .layer_stack import LayerStack
+from .ops import checkpointing_ssu, selective_state_update
+from .slots import advance_ring, load_state, reset_slots, warm_up
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LayerStack",
+    "ReplaySSMError",
+    "advance_ring",
+    "checkpointing_ssu",
+    "load_state",
+    "reset_slots",
+    "selective_state_update",
+    "warm_up",
+]

@@ -1,0 +1,123 @@
+"""What is fixed when a kernel is compiled: one frozen dataclass per kernel.
+
+A key is the compile cache's key, the list of legal values, and the only place that spells the
+kernel's C++ name expression. Everything else is a run-time value in the parameter record.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+SCALED_DTYPES = ("int8", "float8_e4m3fn")
+STATE_DTYPES = ("float32", "bfloat16", "float16", *SCALED_DTYPES)
+ACTIVATION_DTYPES = ("bfloat16", "float16")
+PLAIN_ACTIVATION_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128)
+DSTATES = (64, 128, 256)
+MAX_TOKENS = 16
+MAX_WINDOW = 16
+TOKENS_PER_TILE = 8
+
+_CPP = {
+    "float32": "float",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int8": "int8",
+    "float8_e4m3fn": "e4m3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingSsuKey:
+    """A replay decode step: state and activation types, dstate, and tiles of eight tokens."""
+
+    state_dtype: str
+    activation_dtype: str
+    dstate: int
+    token_tiles: int
+    source: ClassVar[str] = "checkpointing_ssu.cu"
+
+    @property
+    def name_expression(self) -> str:
+        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
+        return f"checkpointing_ssu<{types}, {self.dstate}, {self.token_tiles}>"
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveStateUpdateKey:
+    """The plain update: state and activation types and dstate."""
+
+    state_dtype: str
+    activation_dtype: str
+    dstate: int
+    source: ClassVar[str] = "selective_state_update.cu"
+
+    @property
+    def name_expression(self) -> str:
+        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
+        return f"selective_state_update<{types}, {self.dstate}>"
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceRingKey:
+    """The cursor rule on the device; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "cursors.cu"
+    name_expression: ClassVar[str] = "advance_ring"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetSlotsKey:
+    """Zero states and cursors; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "slots.cu"
+    name_expression: ClassVar[str] = "reset_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStateKey:
+    """A prefill's states into slots: the type stored and the type given."""
+
+    state_dtype: str
+    source_dtype: str
+    source: ClassVar[str] = "slots.cu"
+
+    @property
+    def name_expression(self) -> str:
+        return f"load_state<{_CPP[self.state_dtype]}, {_CPP[self.source_dtype]}>"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStepKey:
+    """Checked mode; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "check.cu"
+    name_expression: ClassVar[str] = "check_step"
+
+
+Key = (
+    CheckpointingSsuKey
+    | SelectiveStateUpdateKey
+    | AdvanceRingKey
+    | ResetSlotsKey
+    | LoadStateKey
+    | CheckStepKey
+)
+
+
+def every_key() -> Iterator[Key]:
+    """All instances that exist, source file by source file."""
+    tiles = range(1, MAX_TOKENS // TOKENS_PER_TILE + 1)
+    for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tiles):
+        yield CheckpointingSsuKey(*case)
+    for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
+        yield SelectiveStateUpdateKey(*plain)
+    yield AdvanceRingKey()
+    yield ResetSlotsKey()
+    yield CheckStepKey()
+    for types in itertools.product(STATE_DTYPES, FLOAT_DTYPES):
+        yield LoadStateKey(*types)

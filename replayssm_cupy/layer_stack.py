@@ -1,0 +1,591 @@
+"""``LayerStack``: the arrays of a model's Mamba-2 layers, and the loop that decodes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import compiler
+from . import slots as slot_ops
+from .arrays import (
+    Device,
+    View,
+    device_guard,
+    dtype_name,
+    empty_like_framework,
+    itemsize,
+    numpy_dtype,
+    view,
+)
+from .checked import check_mode
+from .checks import (
+    Letters,
+    check_devices,
+    check_dtype,
+    check_inplace,
+    check_int,
+    check_optional_int,
+    check_rounds,
+    check_scale,
+    check_value,
+    index_range,
+    optional_view,
+    pad_output_is_zero,
+)
+from .decode import decode
+from .decode_checks import Options, check_layout, check_window
+from .keys import (
+    ACTIVATION_DTYPES,
+    DSTATES,
+    HEAD_DIMS,
+    MAX_TOKENS,
+    MAX_WINDOW,
+    PLAIN_ACTIVATION_DTYPES,
+    SCALED_DTYPES,
+    STATE_DTYPES,
+)
+from .ops import token_views
+from .plan import launchers
+
+
+class LayerStack:
+    """States, rings and cursors of the layers of one model; all layers share one pair of cursors.
+
+    Parameters
+    ----------
+    num_layers, num_slots : layers of the model; sequences that may be in flight.
+    nheads, head_dim, ngroups, dstate : of every layer; head_dim 64, 80, 96 or 128, dstate 64, 128
+        or 256, nheads a multiple of ngroups.
+    max_window : W, the most tokens that a ring keeps before it is folded into the state; 1 to 16.
+    npredicted : the most new tokens of a step, 1 to max_window.
+    state_dtype : "float32", "bfloat16", "float16", or 8-bit codes with a float32 scale for each
+        row: "int8", "float8_e4m3fn".
+    activation_dtype : of x, B, C and the rings: "bfloat16" or "float16" ("float32" on the CPU).
+    stochastic_rounding : round states (not float32) stochastically when they are written; an int
+        is the first seed. The stack keeps the seed on the device and :meth:`advance` bumps it, so
+        that every step, in a CUDA graph too, rounds with its own bits, each layer with others.
+    philox_rounds : of the random bits, 1 to 10.
+    device : "cpu" (NumPy arrays), "cuda" or "cuda:1" (CuPy arrays), or "auto": the GPU if there
+        is one.
+
+    States start as zeros and cursors as 0; the rings are left uninitialised, their rows are dead.
+    Use :meth:`from_arrays` to work on arrays that exist already, of PyTorch for instance.
+
+    The loop of a serving engine::
+
+        for layer in range(num_layers):
+            y = stack.step(layer, x, dt, A, B, C, D=D, z=z, dt_bias=bias, slots=slots)
+        stack.advance(slots, num_accepted)
+
+    Raises TypeError or ValueError naming the argument; ReplaySSMError without a GPU for "cuda".
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        nheads: int,
+        head_dim: int,
+        ngroups: int,
+        dstate: int,
+        *,
+        max_window: int = 16,
+        npredicted: int = 1,
+        state_dtype: Any = "float32",
+        activation_dtype: Any = "bfloat16",
+        stochastic_rounding: bool | int = False,
+        philox_rounds: int = 10,
+        device: str = "auto",
+    ) -> None:
+        state_type = dtype_name(state_dtype, "state_dtype")
+        activation = dtype_name(activation_dtype, "activation_dtype")
+        sizes = {
+            "num_layers": num_layers,
+            "num_slots": num_slots,
+            "nheads": nheads,
+            "head_dim": head_dim,
+            "ngroups": ngroups,
+            "dstate": dstate,
+            "max_window": max_window,
+            "npredicted": npredicted,
+        }
+        for name, size in sizes.items():
+            check_int(name, size)
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if state_type not in STATE_DTYPES:
+            raise TypeError(
+                f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, got {state_type}"
+            )
+        check_value("head_dim", head_dim, HEAD_DIMS)
+        check_value("dstate", dstate, DSTATES)
+        if max_window > MAX_WINDOW:
+            raise ValueError(f"max_window: expected 1 to {MAX_WINDOW}, got {max_window}")
+        if npredicted > max_window:
+            raise ValueError(
+                f"npredicted: expected 1 to max_window = {max_window}, got {npredicted}"
+            )
+        if nheads % ngroups:
+            raise ValueError(f"ngroups: expected a divisor of nheads = {nheads}, got {ngroups}")
+        where = _device(device)
+        _check_activation("activation_dtype", activation, where)
+        rows = max_window + npredicted
+
+        def empty(shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+            make = "zeros" if zero else "empty"
+            if where.kind == "cpu":
+                return getattr(np, make)(shape, numpy_dtype(dtype))
+            # CuPy makes no array of 8-bit floats, but views one.
+            bytewise = np.dtype(np.uint8) if itemsize(dtype) == 1 else numpy_dtype(dtype)
+            with device_guard(where):
+                array = getattr(compiler.import_cupy(), make)(shape, bytewise)
+            return array.view(numpy_dtype(dtype))
+
+        state = (num_slots, nheads, head_dim, dstate)
+        layers = range(num_layers)
+        scales = [empty(state[:3], "float32") for _ in layers if state_type in SCALED_DTYPES]
+        with device_guard(where):
+            for scale in scales:
+                scale[...] = 1
+        self._round(
+            stochastic_rounding, philox_rounds, state_type, where, lambda: empty((1,), "int64")
+        )
+        self._own(
+            [empty(state, state_type, zero=True) for _ in layers],
+            [empty((num_slots, nheads, rows, head_dim), activation) for _ in layers],
+            [empty((num_slots, ngroups, rows, dstate), activation) for _ in layers],
+            [empty((num_slots, nheads, rows), "float32") for _ in layers],
+            empty((num_slots,), "int32", zero=True),
+            empty((num_slots,), "int32", zero=True),
+            npredicted,
+            max_window,
+            scales,
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        states: Sequence[Any],
+        x_caches: Sequence[Any],
+        B_caches: Sequence[Any],
+        dt_caches: Sequence[Any],
+        ring_start: Any,
+        prev_num_accepted_tokens: Any,
+        *,
+        npredicted: int,
+        max_window: int | None = None,
+        state_scales: Sequence[Any] = (),
+        stochastic_rounding: bool | int = False,
+        philox_rounds: int = 10,
+    ) -> LayerStack:
+        """A stack over arrays that exist, one of each kind per layer: borrowed, changed in place.
+
+        Parameters
+        ----------
+        states : each (num_slots, nheads, head_dim, dstate).
+        x_caches, B_caches, dt_caches : the rings, with shapes as in ``checkpointing_ssu``.
+        ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
+        npredicted : the most new tokens of a step.
+        max_window : W; ring_buffer_len - npredicted if None.
+        state_scales : beside 8-bit states, each (num_slots, nheads, head_dim) float32.
+        stochastic_rounding, philox_rounds : as in the constructor; the seed is the stack's own.
+
+        Torch, CuPy and NumPy arrays will do; slots may be strided (pages), rows are packed. The
+        stack keeps the arrays alive and writes into them: never into a copy. JAX arrays are
+        immutable and refused.
+
+        Raises TypeError or ValueError naming the argument.
+        """
+        stack = cls.__new__(cls)
+        lists = {
+            "states": states,
+            "x_caches": x_caches,
+            "B_caches": B_caches,
+            "dt_caches": dt_caches,
+        }
+        if state_scales:
+            lists["state_scales"] = state_scales
+        for name, arrays in lists.items():
+            if not isinstance(arrays, Sequence):
+                got = type(arrays).__name__
+                raise TypeError(f"{name}: expected a list of arrays, one per layer, got {got}")
+            if len(arrays) != len(states) or not arrays:
+                raise ValueError(
+                    f"{name}: expected one array per layer ({len(states) or 'at least one'}), "
+                    f"got {len(arrays)}"
+                )
+        check_int("npredicted", npredicted)
+        if not 1 <= npredicted <= MAX_TOKENS:
+            raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
+        if max_window is not None:
+            check_int("max_window", max_window)
+        first = view(states[0], "states[0]")
+        stack._round(
+            stochastic_rounding,
+            philox_rounds,
+            first.dtype,
+            first.device,
+            lambda: empty_like_framework(first, (1,), "int64", first.device),
+        )
+        stack._own(
+            list(states),
+            list(x_caches),
+            list(B_caches),
+            list(dt_caches),
+            ring_start,
+            prev_num_accepted_tokens,
+            npredicted,
+            max_window,
+            list(state_scales),
+        )
+        return stack
+
+    def _round(
+        self,
+        stochastic: bool | int,
+        rounds: int,
+        state_dtype: str,
+        device: Device,
+        make_seed: Callable[[], Any],
+    ) -> None:
+        """Takes note of how states are rounded, and makes the seed."""
+        self.philox_rounds = check_rounds(rounds)
+        self.rand_seed: Any = None
+        if stochastic is False:
+            return
+        if not isinstance(stochastic, int):
+            got = type(stochastic).__name__
+            raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
+        if state_dtype == "float32":
+            raise ValueError(
+                "stochastic_rounding: expected False with a float32 state, which is not rounded"
+            )
+        seed = 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
+        with device_guard(device):
+            self.rand_seed = make_seed()
+            self.rand_seed[...] = seed
+
+    def _own(
+        self,
+        states: list[Any],
+        x_caches: list[Any],
+        B_caches: list[Any],
+        dt_caches: list[Any],
+        ring_start: Any,
+        prev_num_accepted_tokens: Any,
+        npredicted: int,
+        max_window: int | None,
+        state_scales: list[Any],
+    ) -> None:
+        self.state_scales = state_scales
+        self.states, self.x_caches = states, x_caches
+        self.B_caches, self.dt_caches = B_caches, dt_caches
+        self.ring_start, self.prev_num_accepted_tokens = ring_start, prev_num_accepted_tokens
+        cursors = {
+            "ring_start": view(ring_start, "ring_start"),
+            "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
+        }
+        self._views: list[dict[str, View | None]] = [
+            {
+                "state": view(states[layer], f"states[{layer}]"),
+                "state_scale": view(state_scales[layer], f"state_scales[{layer}]")
+                if state_scales
+                else None,
+                "x_cache": view(x_caches[layer], f"x_caches[{layer}]"),
+                "B_cache": view(B_caches[layer], f"B_caches[{layer}]"),
+                "dt_cache": view(dt_caches[layer], f"dt_caches[{layer}]"),
+                **cursors,
+            }
+            for layer in range(len(states))
+        ]
+        first = self._first
+        for layer in self._views:
+            _check_layer(layer, first)
+        rings = first["x_cache"]
+        self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
+        self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
+        self._last_query_len: int | None = npredicted
+
+    @property
+    def _first(self) -> dict[str, View]:
+        return {name: array for name, array in self._views[0].items() if array is not None}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.states)
+
+    @property
+    def num_slots(self) -> int:
+        return self._first["state"].shape[0]
+
+    @property
+    def device(self) -> Device:
+        return self._first["state"].device
+
+    @property
+    def state_dtype(self) -> str:
+        return self._first["state"].dtype
+
+    @property
+    def activation_dtype(self) -> str:
+        return self._first["x_cache"].dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence in all layers: state and rings, without padding between slots."""
+        arrays = (layer.get(name) for layer in self._views for name in _PER_SLOT)
+        return sum(
+            math.prod(array.shape[1:]) * itemsize(array.dtype)
+            for array in arrays
+            if array is not None
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots and the cursors, without padding between slots."""
+        return self.num_slots * (self.bytes_per_slot + 2 * itemsize("int32"))
+
+    def step(
+        self,
+        layer: int,
+        x: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any = None,
+        z: Any = None,
+        dt_bias: Any = None,
+        *,
+        dt_softplus: bool = True,
+        slots: Any = None,
+        pad_slot_id: int = -1,
+        out: Any = None,
+        cu_seqlens: Any = None,
+        max_seqlen: int | None = None,
+        force_flush: Any = None,
+        pad_output: str = "zero",
+        check: bool | str = False,
+    ) -> Any:
+        """One decode step of one layer; arguments as in :func:`checkpointing_ssu`.
+
+        A call may bring 1 to `npredicted` tokens per sequence, the same number in every layer.
+        `dt_softplus` is on, as Mamba-2 has it. Appends to the layer's rings, rewrites its states
+        on flush, returns out in the caller's framework. Cursors stay until :meth:`advance`.
+        """
+        views: dict[str, View | None] = {
+            **self._views[self._layer(layer)],
+            **token_views(x, dt, A, B, C, D, z, dt_bias, None),
+            "cu_seqlens": optional_view(cu_seqlens, "cu_seqlens"),
+            "force_flush": optional_view(force_flush, "force_flush"),
+            "rand_seed": optional_view(self.rand_seed, "rand_seed"),
+        }
+        views["slots"] = optional_view(slots, "slots")
+        tokens = views["x"]
+        assert tokens is not None
+        q = tokens.shape[1] if len(tokens.shape) == 4 else 1
+        if cu_seqlens is not None:
+            q = check_optional_int("max_seqlen", max_seqlen) or 0
+        if q > self.npredicted:
+            raise ValueError(f"x: expected at most npredicted = {self.npredicted} tokens, got {q}")
+        options = Options(
+            bool(dt_softplus),
+            index_range("pad_slot_id", pad_slot_id),
+            pad_output_is_zero(pad_output),
+            self.max_window,
+            max_seqlen,
+            self.philox_rounds,
+            layer,
+            check_mode(check),
+        )
+        y = decode(views, out, options)
+        self._last_query_len = q if cu_seqlens is None else None
+        return y
+
+    def advance(
+        self,
+        slots: Any,
+        num_accepted: Any,
+        query_lens: Any = None,
+        *,
+        reset: Any = None,
+        force_flush: Any = None,
+        pad_slot_id: int = -1,
+    ) -> None:
+        """Moves the cursors of `slots` after a step of all layers; see :func:`advance_ring`.
+
+        `num_accepted` (batch,) counts the sampled token too, 0 to the step's length. `query_lens`
+        is the step's length: an int, (batch,) integers, or None for the latest step's, which had
+        one. `force_flush` is the step's own. With stochastic rounding the seed moves on.
+        """
+        lengths = self._last_query_len if query_lens is None else query_lens
+        if lengths is None:
+            raise ValueError(
+                "query_lens: expected lengths (batch,) after a step of variable length, got None"
+            )
+        slot_ops.advance_ring(
+            self.ring_start,
+            self.prev_num_accepted_tokens,
+            num_accepted,
+            lengths,
+            slots,
+            max_window=self.max_window,
+            ring_buffer_len=self.ring_buffer_len,
+            reset=reset,
+            force_flush=force_flush,
+            rand_seed=self.rand_seed,
+            pad_slot_id=pad_slot_id,
+        )
+
+    def flush_slots(self, A: Sequence[Any], slots: Any = None, pad_slot_id: int = -1) -> None:
+        """Folds whatever is live in `slots` (None: all) into the states of all layers.
+
+        `A` holds the layers' A, as in :meth:`step`. Afterwards the rings of these slots are empty
+        and their states are current, ready to be copied or read.
+        """
+        if not isinstance(A, Sequence) or len(A) != self.num_layers:
+            got = len(A) if isinstance(A, Sequence) else type(A).__name__
+            raise ValueError(f"A: expected a list of {self.num_layers} arrays, got {got}")
+        indices, like = optional_view(slots, "slots"), self._first["state"]
+        batch = self.num_slots if indices is None else indices.shape[0]
+        _, nheads, _, head_dim = self._first["x_cache"].shape
+        _, ngroups, _, dstate = self._first["B_cache"].shape
+
+        def full(shape: tuple[int, ...], dtype: str, value: int) -> Any:
+            with device_guard(like.device):
+                array = empty_like_framework(like, shape, dtype, like.device)
+                if 0 not in shape:
+                    array[...] = value
+            return array
+
+        activation = self.activation_dtype
+        x = full((1, 0, nheads, head_dim), activation, 0)
+        B = full((1, 0, ngroups, dstate), activation, 0)
+        dt = full((1, 0, nheads), "float32", 0)
+        lengths, everything = full((batch + 1,), "int32", 0), full((batch,), "uint8", 1)
+        latest = self._last_query_len
+        for layer in range(self.num_layers):
+            self.step(
+                layer, x, dt, A[layer], B, B, slots=slots, pad_slot_id=pad_slot_id,
+                cu_seqlens=lengths, max_seqlen=1, force_flush=everything,
+            )  # fmt: skip
+        nothing = full((batch,), "int32", 0)
+        self.advance(slots, nothing, 0, force_flush=everything, pad_slot_id=pad_slot_id)
+        self._last_query_len = latest
+
+    def reset(self, slots: Any = None, pad_slot_id: int = -1) -> None:
+        """Empties `slots` (None: all) for new requests: zero states in all layers, cursors 0."""
+        slot_ops.reset_slots(
+            self.ring_start,
+            self.prev_num_accepted_tokens,
+            slots,
+            self.states,
+            pad_slot_id,
+            state_scales=self.state_scales,
+        )
+
+    def load_state(self, layer: int, slots: Any, state: Any, pad_slot_id: int = -1) -> None:
+        """Hands a prefill's final states of one layer over to `slots`.
+
+        `state` is (batch, nheads, head_dim, dstate) of any float type, rounded to the stack's. The
+        cursors must be 0 (as after :meth:`reset`): rows that are live would be replayed on top.
+        """
+        views = self._views[self._layer(layer)]
+        target, scale = views["state"], views["state_scale"]
+        assert target is not None
+        given, indices = view(state, "state"), optional_view(slots, "slots")
+        slot_ops.load_views(target, scale, given, indices, pad_slot_id)
+
+    def warm_up(self) -> None:
+        """Compiles and loads every kernel that this stack may need; nothing to do on the CPU."""
+        if self.device.kind == "cuda":
+            slot_ops.warm_up(
+                dstate=self._first["state"].shape[3],
+                state_dtype=self.state_dtype,
+                activation_dtype=self.activation_dtype,
+                npredicted=self.npredicted,
+                device=self.device.index,
+            )
+
+    def _layer(self, layer: int) -> int:
+        check_int("layer", layer)
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
+        return layer
+
+    def __repr__(self) -> str:
+        state, B = self._first["state"], self._first["B_cache"]
+        slots, nheads, head_dim, dstate = state.shape
+        return (
+            f"LayerStack({self.num_layers} layers, {slots} slots, nheads={nheads}, "
+            f"head_dim={head_dim}, ngroups={B.shape[1]}, dstate={dstate}, "
+            f"max_window={self.max_window}, npredicted={self.npredicted}, state {state.dtype}, "
+            f"activations {B.dtype}, {state.framework} on {state.device}, "
+            f"{self.bytes_per_slot / 2**20:.2f} MiB per slot, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+
+_PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
+
+
+def _check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
+    """Arrays of one layer against each other and against the first layer's."""
+    v = {name: array for name, array in layer.items() if array is not None}
+    state, x_cache = v["state"], v["x_cache"]
+    check_dtype(state, STATE_DTYPES)
+    _check_activation(x_cache.name, x_cache.dtype, x_cache.device)
+    check_dtype(v["B_cache"], (x_cache.dtype,), f" as {x_cache.name}")
+    check_dtype(v["dt_cache"], ("float32",))
+    check_dtype(v["ring_start"], ("int32",))
+    check_dtype(v["prev_num_accepted_tokens"], ("int32",))
+    letters = Letters()
+    letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
+    letters.bind(x_cache, ("num_slots", "nheads", "ring_buffer_len", "head_dim"))
+    letters.bind(v["B_cache"], ("num_slots", "ngroups", "ring_buffer_len", "dstate"))
+    letters.bind(v["dt_cache"], ("num_slots", "nheads", "ring_buffer_len"))
+    letters.bind(v["ring_start"], ("num_slots",))
+    letters.bind(v["prev_num_accepted_tokens"], ("num_slots",))
+    check_value(state.name, letters["head_dim"], HEAD_DIMS, "head_dim")
+    check_value(state.name, letters["dstate"], DSTATES, "dstate")
+    nheads, ngroups = letters["nheads"], letters["ngroups"]
+    if ngroups == 0 or nheads % ngroups:
+        raise ValueError(
+            f"{v['B_cache'].name}: expected ngroups that divides nheads = {nheads}, got {ngroups}"
+        )
+    check_scale(state, layer["state_scale"], letters)
+    check_devices(list(v.values()))
+    check_inplace(*v.values())
+    for name in v.keys() & set(_PER_SLOT):
+        check_dtype(v[name], (first[name].dtype,), f" as {first[name].name}")
+        if v[name].shape != first[name].shape:
+            raise ValueError(
+                f"{v[name].name}: expected {first[name].shape} as {first[name].name}, "
+                f"got {v[name].shape}"
+            )
+    check_layout(layer, replay=True)
+
+
+def _check_activation(name: str, dtype: str, device: Device) -> None:
+    allowed = ACTIVATION_DTYPES if device.kind in launchers else PLAIN_ACTIVATION_DTYPES
+    if dtype not in allowed:
+        raise TypeError(
+            f"{name}: expected one of {', '.join(allowed)} on {device.kind}, got {dtype}"
+        )
+
+
+def _device(name: str) -> Device:
+    """The device that a user names; "auto" is the first GPU, or the CPU where there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"device: expected a string, got {type(name).__name__}")
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return Device("cpu")
+    if kind == "cuda" and (name == "cuda" or index.isdecimal()):
+        compiler.require_gpu(int(index or 0))
+        return Device("cuda", int(index or 0))
+    if name != "auto":
+        raise ValueError(f'device: expected "auto", "cpu", "cuda" or "cuda:1", got {name!r}')
+    return Device("cuda") if compiler.gpu_count() else Device("cpu")

@@ -1,0 +1,214 @@
+"""A ready launch: key, grid, block and the kernel's parameter record. The only file that launches.
+
+The records mirror the structs of ``cuda/params.cuh`` field by field; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from . import compiler
+from .arrays import Device, device_guard
+from .errors import ReplaySSMError
+from .keys import Key
+
+FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+INDEX_TYPES = {"int32": 0, "int64": 1}
+MAX_RESET_LAYERS = 128
+MAX_BLOCKS = 2**31 - 1
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+_TOKEN_STRIDES = """
+    x_batch_stride x_token_stride x_head_stride dt_batch_stride dt_token_stride dt_head_stride
+    A_stride B_batch_stride B_token_stride B_group_stride C_batch_stride C_token_stride
+    C_group_stride D_stride z_batch_stride z_token_stride z_head_stride dt_bias_stride
+    out_batch_stride out_token_stride out_head_stride slots_stride"""
+_TOKEN_COUNTS = "num_slots batch npredicted nheads heads_per_group head_dim"
+_TOKEN_TYPES = """slots_type dt_type A_type D_type dt_bias_type out_type dt_softplus zero_padding
+    philox_rounds layer"""
+
+
+class CheckpointingSsuParams(ctypes.Structure):
+    """Pointers, strides in elements, counts and run-time types of ``checkpointing_ssu``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """state state_scale x_cache B_cache dt_cache ring_start prev_num_accepted_tokens
+            x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed out""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """state_slot_stride state_head_stride
+            state_scale_slot_stride state_scale_head_stride
+            x_cache_slot_stride x_cache_head_stride x_cache_row_stride
+            B_cache_slot_stride B_cache_group_stride B_cache_row_stride
+            dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
+            ring_start_stride prev_num_accepted_tokens_stride"""
+            + _TOKEN_STRIDES
+            + " force_flush_stride pad_slot_id",
+        ),
+        *_fields(ctypes.c_int32, f"{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}"),
+    ]
+
+
+class SelectiveStateUpdateParams(ctypes.Structure):
+    """Pointers, strides in elements, counts and run-time types of ``selective_state_update``."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "state state_scale x dt A B C D z dt_bias slots rand_seed out"),
+        *_fields(
+            ctypes.c_int64,
+            "state_slot_stride state_head_stride state_scale_slot_stride state_scale_head_stride"
+            + _TOKEN_STRIDES
+            + " pad_slot_id",
+        ),
+        *_fields(ctypes.c_int32, f"{_TOKEN_COUNTS} {_TOKEN_TYPES}"),
+    ]
+
+
+class AdvanceRingParams(ctypes.Structure):
+    """Pointers, strides in elements and counts of ``advance_ring``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """ring_start prev_num_accepted_tokens num_accepted query_lens slots reset force_flush
+            rand_seed""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """ring_start_stride prev_num_accepted_tokens_stride num_accepted_stride
+            query_lens_stride slots_stride reset_stride force_flush_stride pad_slot_id""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch npredicted max_window ring_buffer_len
+            num_accepted_type query_lens_type slots_type""",
+        ),
+    ]
+
+
+class ResetSlotsParams(ctypes.Structure):
+    """The table of states, the cursors and the counts of ``reset_slots``."""
+
+    _fields_ = [
+        ("state_scales", ctypes.c_void_p * MAX_RESET_LAYERS),
+        ("state_scale_slot_strides", ctypes.c_int64 * MAX_RESET_LAYERS),
+        ("state_scale_head_strides", ctypes.c_int64 * MAX_RESET_LAYERS),
+        ("states", ctypes.c_void_p * MAX_RESET_LAYERS),
+        ("state_slot_strides", ctypes.c_int64 * MAX_RESET_LAYERS),
+        ("state_head_strides", ctypes.c_int64 * MAX_RESET_LAYERS),
+        *_fields(ctypes.c_void_p, "ring_start prev_num_accepted_tokens slots"),
+        *_fields(
+            ctypes.c_int64,
+            "ring_start_stride prev_num_accepted_tokens_stride slots_stride pad_slot_id",
+        ),
+        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim vectors_per_head slots_type"),
+    ]
+
+
+class LoadStateParams(ctypes.Structure):
+    """Pointers, strides in elements and counts of ``load_state``."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "state state_scale source slots"),
+        *_fields(
+            ctypes.c_int64,
+            """state_slot_stride state_head_stride state_scale_slot_stride
+            state_scale_head_stride source_batch_stride source_head_stride
+            slots_stride pad_slot_id""",
+        ),
+        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type"),
+    ]
+
+
+class CheckStepParams(ctypes.Structure):
+    """Pointers, strides in elements and counts of ``check_step``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """report ring_start prev_num_accepted_tokens slots cu_seqlens
+            dt_cache x_cache B_cache""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """ring_start_stride prev_num_accepted_tokens_stride slots_stride
+            dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
+            x_cache_slot_stride x_cache_head_stride x_cache_row_stride
+            B_cache_slot_stride B_cache_group_stride B_cache_row_stride pad_slot_id""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch npredicted tokens nheads ngroups head_dim dstate
+            max_window ring_buffer_len slots_type ring_type check_finite""",
+        ),
+    ]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A launch that is ready but for its stream: the record may be refilled and launched again."""
+
+    key: Key
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    record: ctypes.Structure
+    device: Device
+
+    def __post_init__(self) -> None:
+        if self.grid[0] > MAX_BLOCKS:
+            raise ValueError(
+                f"batch: expected at most {MAX_BLOCKS} (batch row, head) pairs in a call, "
+                f"got {self.grid[0]}"
+            )
+
+    def launch(self, stream: int) -> None:
+        """Enqueues the kernel on ``stream``, a raw handle of the plan's device."""
+        launchers[self.device.kind].launch(self, stream)
+
+
+class Launcher(Protocol):
+    """Where plans run: on a GPU, or in the tests on the CPU."""
+
+    def launch(self, plan: Plan, stream: int) -> None: ...
+
+
+class CudaLauncher:
+    """``cuLaunchKernel`` with the record as the one parameter."""
+
+    def launch(self, plan: Plan, stream: int) -> None:
+        """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
+        with device_guard(plan.device):
+            handle = compiler.function(plan.key, plan.device.index, stream)
+            parameters = ctypes.c_void_p(ctypes.addressof(plan.record))
+            try:
+                _driver().launchKernel(
+                    handle, *plan.grid, *plan.block, 0, stream, ctypes.addressof(parameters), 0
+                )
+            except Exception as error:
+                raise ReplaySSMError(
+                    f"launching {plan.key.name_expression} with grid {plan.grid} and block "
+                    f"{plan.block} failed: {error}"
+                ) from error
+
+
+# By device kind. Host arrays have no launcher: they run the reference, unless a test adds one.
+launchers: dict[str, Launcher] = {"cuda": CudaLauncher()}
+
+
+def _driver() -> Any:
+    global _launch_module
+    if _launch_module is None:
+        _launch_module = compiler.import_cupy().cuda.driver
+    return _launch_module
+
+
+_launch_module: Any = None

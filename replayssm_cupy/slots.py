@@ -1,0 +1,465 @@
+"""Cursors and slots: what happens to a ring after a step, and to a slot between requests.
+
+All of it runs on the device that holds the arrays, without a host synchronisation, and may be
+captured into a CUDA graph; host arrays run the same rules in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import compiler, reference
+from .arrays import Device, View, as_numpy, current_stream, device_guard, dtype_name, itemsize, view
+from .checks import (
+    ALIGNMENT,
+    Letters,
+    check_alignment,
+    check_devices,
+    check_dtype,
+    check_inplace,
+    check_int,
+    check_packed,
+    check_scale,
+    check_seed,
+    check_value,
+    index_range,
+    optional_view,
+)
+from .decode import wait_for_jax
+from .decode_checks import check_host_cursors, check_window, live_slots
+from .keys import (
+    ACTIVATION_DTYPES,
+    DSTATES,
+    FLOAT_DTYPES,
+    MAX_TOKENS,
+    SCALED_DTYPES,
+    STATE_DTYPES,
+    TOKENS_PER_TILE,
+    AdvanceRingKey,
+    CheckpointingSsuKey,
+    Key,
+    LoadStateKey,
+    ResetSlotsKey,
+    SelectiveStateUpdateKey,
+)
+from .plan import (
+    INDEX_TYPES,
+    MAX_RESET_LAYERS,
+    AdvanceRingParams,
+    LoadStateParams,
+    Plan,
+    ResetSlotsParams,
+    launchers,
+)
+
+THREADS = 256
+
+
+def advance_ring(
+    ring_start: Any,
+    prev_num_accepted_tokens: Any,
+    num_accepted: Any,
+    query_lens: Any,
+    slots: Any = None,
+    *,
+    max_window: int,
+    ring_buffer_len: int,
+    reset: Any = None,
+    force_flush: Any = None,
+    rand_seed: Any = None,
+    pad_slot_id: int = -1,
+) -> None:
+    """Moves the cursors after a step, by the rule that the step's kernel used for its flush.
+
+    Parameters
+    ----------
+    ring_start, prev_num_accepted_tokens : (num_slots,) int32, changed in place.
+    num_accepted : (batch,) int32 or int64: how many of the step's tokens are kept, the sampled one
+        counted, from 0 to the row's length. On a device larger values count as the length and
+        negative ones as 0; on the host they are a ValueError.
+    query_lens : the step's tokens per row: an int for all, or (batch,) int32 or int64.
+    slots : (batch,) int32 or int64, distinct; None is slot = batch row. Padding is left alone.
+    max_window, ring_buffer_len : W and L of the rings.
+    reset : (batch,) bool or uint8, optional: rows where it is set start anew with both cursors 0,
+        whatever `num_accepted` says: a new request wins over a stale commit.
+    force_flush : (batch,) bool or uint8, optional: the step's own.
+    rand_seed : (1,) int64, optional: incremented, so that the next step rounds with other bits.
+
+    Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` as the kernels do.
+
+    Equivalent to::
+
+        if force_flush or prev + q > max_window:      # the step flushed
+            start, prev = (start + prev) % ring_buffer_len, accepted
+        else:
+            prev += accepted
+    """
+    fixed_len = query_lens if isinstance(query_lens, int) else 0
+    v: dict[str, View | None] = {
+        "ring_start": view(ring_start, "ring_start"),
+        "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
+        "num_accepted": view(num_accepted, "num_accepted"),
+        "query_lens": None if isinstance(query_lens, int) else view(query_lens, "query_lens"),
+        "slots": optional_view(slots, "slots"),
+        "reset": optional_view(reset, "reset"),
+        "force_flush": optional_view(force_flush, "force_flush"),
+        "rand_seed": optional_view(rand_seed, "rand_seed"),
+    }
+    index_range("pad_slot_id", pad_slot_id)
+    check_int("max_window", max_window)
+    check_int("ring_buffer_len", ring_buffer_len)
+    if v["query_lens"] is None and not 0 <= fixed_len <= MAX_TOKENS:
+        raise ValueError(f"query_lens: expected 0 to {MAX_TOKENS}, got {fixed_len}")
+    check_window("ring_buffer_len", ring_buffer_len, max(fixed_len, 1), max_window)
+    letters = _check_cursors(
+        v,
+        {
+            "num_accepted": ("int32", "int64"),
+            "query_lens": ("int32", "int64"),
+            "reset": ("bool", "uint8"),
+            "force_flush": ("bool", "uint8"),
+        },
+    )
+    check_seed(v["rand_seed"])
+    if (seed := v["rand_seed"]) is not None:
+        check_inplace(seed)
+    first = v["num_accepted"]
+    assert first is not None
+    if first.device.kind not in launchers:
+        _advance_on_host(v, fixed_len, max_window, ring_buffer_len, pad_slot_id)
+        return
+    if letters["batch"] == 0:
+        return
+    record: Any = AdvanceRingParams()
+    for name, array in v.items():
+        if array is not None:
+            check_alignment(array)
+            setattr(record, name, array.ptr)
+            if name != "rand_seed":
+                setattr(record, f"{name}_stride", array.strides[0])
+            if array.dtype in INDEX_TYPES and hasattr(record, f"{name}_type"):
+                setattr(record, f"{name}_type", INDEX_TYPES[array.dtype])
+    record.pad_slot_id = pad_slot_id
+    record.num_slots, record.batch = letters["num_slots"], letters["batch"]
+    record.npredicted, record.max_window = fixed_len, max_window
+    record.ring_buffer_len = ring_buffer_len
+    blocks = -(-letters["batch"] // THREADS)
+    stream = current_stream(first)
+    Plan(AdvanceRingKey(), (blocks, 1, 1), (THREADS, 1, 1), record, first.device).launch(stream)
+    wait_for_jax(v.values(), first.device, stream)
+
+
+def reset_slots(
+    ring_start: Any,
+    prev_num_accepted_tokens: Any,
+    slots: Any,
+    states: Sequence[Any] = (),
+    pad_slot_id: int = -1,
+    *,
+    state_scales: Sequence[Any] = (),
+) -> None:
+    """Empties slots for new requests: both cursors 0 and, in every array of `states`, zeros.
+
+    Parameters
+    ----------
+    ring_start, prev_num_accepted_tokens : (num_slots,) int32, changed in place.
+    slots : (batch,) int32 or int64; None is every slot. Padding is left alone.
+    states : of the layers, each (num_slots, nheads, head_dim, dstate) of one shape, changed in
+        place. The rings need nothing: their rows are dead.
+    state_scales : beside 8-bit states, each (num_slots, nheads, head_dim) float32: set to 1.
+
+    Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` as the kernels do.
+    """
+    v: dict[str, View | None] = {
+        "ring_start": view(ring_start, "ring_start"),
+        "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
+        "slots": optional_view(slots, "slots"),
+    }
+    index_range("pad_slot_id", pad_slot_id)
+    letters = _check_cursors(v, {})
+    layers = [view(state, f"states[{layer}]") for layer, state in enumerate(states)]
+    for state in layers:
+        check_dtype(state, STATE_DTYPES)
+        check_dtype(state, (layers[0].dtype,), f" as {layers[0].name}")
+        letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
+    scales = [view(scale, f"state_scales[{layer}]") for layer, scale in enumerate(state_scales)]
+    scaled = len(layers) if layers and layers[0].dtype in SCALED_DTYPES else 0
+    if len(scales) != scaled:
+        raise ValueError(
+            f"state_scales: expected {scaled} arrays, one for each 8-bit state, got {len(scales)}"
+        )
+    for scale in scales:
+        check_dtype(scale, ("float32",))
+        letters.bind(scale, ("num_slots", "nheads", "head_dim"))
+    first = v["ring_start"]
+    assert first is not None
+    check_devices([first, *layers, *scales])
+    check_inplace(*layers, *scales)
+    if first.device.kind not in launchers:
+        _reset_on_host(v, layers, scales, pad_slot_id)
+        return
+    for array in v.values():
+        if array is not None:
+            check_alignment(array)
+    for state in layers:
+        check_packed(state, 2)
+        check_alignment(state, 2)
+    for scale in scales:
+        check_packed(scale, 2)
+        check_alignment(scale)
+    batch = letters["num_slots"] if v["slots"] is None else letters["batch"]
+    if batch == 0:
+        return
+    for start in range(0, max(len(layers), 1), MAX_RESET_LAYERS):
+        end = start + MAX_RESET_LAYERS
+        table = layers[start:end], scales[start:end]
+        _launch_reset(v, *table, letters, batch, pad_slot_id, with_cursors=start == 0)
+
+
+def _launch_reset(
+    v: dict[str, View | None],
+    table: list[View],
+    scales: list[View],
+    letters: Letters,
+    batch: int,
+    pad_slot_id: int,
+    with_cursors: bool,
+) -> None:
+    record: Any = ResetSlotsParams()
+    for layer, state in enumerate(table):
+        vector = ALIGNMENT // itemsize(state.dtype)
+        record.states[layer] = state.ptr
+        record.state_slot_strides[layer] = state.strides[0] // vector
+        record.state_head_strides[layer] = state.strides[1] // vector
+        record.nheads = state.shape[1]
+        record.head_dim = state.shape[2]
+        record.vectors_per_head = state.shape[2] * state.shape[3] // vector
+    for layer, scale in enumerate(scales):
+        record.state_scales[layer] = scale.ptr
+        record.state_scale_slot_strides[layer], record.state_scale_head_strides[layer] = (
+            scale.strides[:2]
+        )
+    for name, array in v.items():
+        if array is not None and (with_cursors or name == "slots"):
+            setattr(record, name, array.ptr)
+            setattr(record, f"{name}_stride", array.strides[0])
+    slots, first = v["slots"], v["ring_start"]
+    assert first is not None
+    record.slots_type = INDEX_TYPES[slots.dtype] if slots is not None else 0
+    record.pad_slot_id, record.num_slots, record.batch = pad_slot_id, letters["num_slots"], batch
+    grid = (batch, max(len(table), 1), 1)
+    stream = current_stream(slots if slots is not None else first)
+    Plan(ResetSlotsKey(), grid, (THREADS, 1, 1), record, first.device).launch(stream)
+    wait_for_jax([slots], first.device, stream)
+
+
+def load_state(
+    state: Any, slots: Any, source: Any, pad_slot_id: int = -1, *, state_scale: Any = None
+) -> None:
+    """Writes the states that a prefill left into slots, rounded to the state's type.
+
+    Parameters
+    ----------
+    state : (num_slots, nheads, head_dim, dstate), one layer's states; the slots are written.
+    slots : (batch,) int32 or int64, distinct; None is slot = batch row. Padding is left alone.
+    source : (batch, nheads, head_dim, dstate), any float type.
+    state_scale : (num_slots, nheads, head_dim) float32, of an 8-bit state; the slots are written.
+
+    The cursors are not touched: they belong to all layers, :func:`reset_slots` clears them.
+    Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` as the kernels do.
+    """
+    load_views(
+        view(state, "state"),
+        optional_view(state_scale, "state_scale"),
+        view(source, "source"),
+        optional_view(slots, "slots"),
+        pad_slot_id,
+    )
+
+
+def load_views(
+    target: View, scale: View | None, given: View, indices: View | None, pad_slot_id: int
+) -> None:
+    """:func:`load_state` over views, whose names the messages use."""
+    index_range("pad_slot_id", pad_slot_id)
+    letters = Letters()
+    check_dtype(target, STATE_DTYPES)
+    check_dtype(given, FLOAT_DTYPES)
+    letters.bind(target, ("num_slots", "nheads", "head_dim", "dstate"))
+    letters.bind(given, ("batch", "nheads", "head_dim", "dstate"))
+    if indices is not None:
+        check_dtype(indices, tuple(INDEX_TYPES))
+        letters.bind(indices, ("batch",))
+    elif letters["batch"] > letters["num_slots"]:
+        raise ValueError(
+            f"{target.name}: expected num_slots >= batch = {letters['batch']} without an array of "
+            f"slots, got {letters['num_slots']}"
+        )
+    check_scale(target, scale, letters)
+    check_devices([target, scale, given, indices])
+    check_inplace(target, *([scale] if scale is not None else []))
+    if scale is not None:
+        check_packed(scale, 2)
+    check_packed(target, 2)
+    if target.device.kind not in launchers:
+        values, to = as_numpy(given), as_numpy(target)
+        storage = reference.Storage(to, None if scale is None else as_numpy(scale))
+        rows = None if indices is None else as_numpy(indices)
+        for row in range(len(values)):
+            slot = row if rows is None else int(rows[row])
+            if slot in live_slots(
+                None if rows is None else rows[row : row + 1], row + 1, len(to), pad_slot_id
+            ):
+                storage.store(slot, values[row])
+        return
+    check_packed(given, 2)
+    for array in (target, scale, given, indices):
+        if array is not None:
+            check_alignment(array)
+    batch, nheads = given.shape[:2]
+    if 0 in given.shape:
+        return
+    record: Any = LoadStateParams(state=target.ptr, source=given.ptr)
+    record.state_slot_stride, record.state_head_stride = target.strides[:2]
+    if scale is not None:
+        record.state_scale = scale.ptr
+        record.state_scale_slot_stride, record.state_scale_head_stride = scale.strides[:2]
+    record.source_batch_stride, record.source_head_stride = given.strides[:2]
+    if indices is not None:
+        record.slots, record.slots_stride = indices.ptr, indices.strides[0]
+        record.slots_type = INDEX_TYPES[indices.dtype]
+    record.pad_slot_id, record.num_slots = pad_slot_id, target.shape[0]
+    record.batch, record.nheads = batch, nheads
+    record.head_dim, record.dstate = given.shape[2:]
+    key = LoadStateKey(target.dtype, given.dtype)
+    stream = current_stream(given)
+    Plan(key, (batch * nheads, 1, 1), (THREADS, 1, 1), record, target.device).launch(stream)
+    wait_for_jax((given, indices), target.device, stream)
+
+
+def warm_up(
+    *,
+    dstate: int,
+    state_dtype: Any = "float32",
+    activation_dtype: Any = "bfloat16",
+    npredicted: int = 1,
+    device: int = 0,
+) -> None:
+    """Compiles and loads every kernel that decoding one kind of layer may need.
+
+    Call it before a CUDA-graph capture: inside one, nothing can be compiled.
+
+    Parameters
+    ----------
+    dstate, state_dtype, activation_dtype : of the layers.
+    npredicted : the most tokens of a step, 1 to 16.
+    device : ordinal of the CUDA device.
+
+    Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` without CuPy, a
+    driver, NVRTC or headers.
+    """
+    state, activation = (
+        dtype_name(state_dtype, "state_dtype"),
+        dtype_name(activation_dtype, "activation_dtype"),
+    )
+    for name, value, allowed in (
+        ("state_dtype", state, STATE_DTYPES),
+        ("activation_dtype", activation, ACTIVATION_DTYPES),
+    ):
+        if value not in allowed:
+            raise TypeError(f"{name}: expected one of {', '.join(allowed)}, got {value}")
+    check_int("dstate", dstate)
+    check_value("dstate", dstate, DSTATES)
+    check_int("npredicted", npredicted)
+    check_int("device", device)
+    if not 1 <= npredicted <= MAX_TOKENS:
+        raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
+    keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
+    for tiles in range(1, -(-npredicted // TOKENS_PER_TILE) + 1):
+        keys.append(CheckpointingSsuKey(state, activation, dstate, tiles))
+    keys.append(SelectiveStateUpdateKey(state, activation, dstate))
+    keys += [LoadStateKey(state, source) for source in FLOAT_DTYPES]
+    compiler.require_gpu(device)
+    with device_guard(Device("cuda", device)):
+        compiler.load(keys, device)
+
+
+def _check_cursors(v: dict[str, View | None], others: dict[str, tuple[str, ...]]) -> Letters:
+    """Cursors, slots and the (batch,) arrays beside them."""
+    letters = Letters()
+    cursors = [v["ring_start"], v["prev_num_accepted_tokens"]]
+    for cursor in cursors:
+        assert cursor is not None
+        check_dtype(cursor, ("int32",))
+        letters.bind(cursor, ("num_slots",))
+    for name, allowed in {"slots": tuple(INDEX_TYPES), **others}.items():
+        array = v[name]
+        if array is not None:
+            check_dtype(array, allowed)
+            letters.bind(array, ("batch",))
+    check_devices(list(v.values()))
+    check_inplace(*(cursor for cursor in cursors if cursor is not None))
+    if v["slots"] is None and others and letters["batch"] > letters["num_slots"]:
+        raise ValueError(
+            f"ring_start: expected num_slots >= batch = {letters['batch']} without an array of "
+            f"slots, got {letters['num_slots']}"
+        )
+    return letters
+
+
+def _advance_on_host(
+    v: dict[str, View | None],
+    fixed_len: int,
+    max_window: int,
+    ring_buffer_len: int,
+    pad_slot_id: int,
+) -> None:
+    a = {name: None if array is None else as_numpy(array) for name, array in v.items()}
+    forced = a["force_flush"]
+    start, prev, accepted = a["ring_start"], a["prev_num_accepted_tokens"], a["num_accepted"]
+    lens, slots, reset = a["query_lens"], a["slots"], a["reset"]
+    assert start is not None and prev is not None and accepted is not None
+    moved: dict[int, tuple[int, int]] = {}
+    for row in range(len(accepted)):
+        slot = row if slots is None else int(slots[row])
+        if slot not in live_slots(np.array([slot]), 1, len(start), pad_slot_id):
+            continue
+        if reset is not None and reset[row]:
+            moved[slot] = (0, 0)
+            continue
+        q = fixed_len if lens is None else int(lens[row])
+        longest = min(max_window, ring_buffer_len - max_window)
+        if not 0 <= q <= longest:
+            raise ValueError(f"query_lens: expected 0 to {longest}, got {q} at row {row}")
+        before = int(start[slot]), int(prev[slot])
+        check_host_cursors(slot, *before, max_window, ring_buffer_len)
+        moved[slot] = reference.advance_cursors(
+            *before,
+            int(accepted[row]),
+            q,
+            max_window,
+            ring_buffer_len,
+            forced is not None and bool(forced[row]),
+        )
+    for slot, cursors in moved.items():
+        start[slot], prev[slot] = cursors
+    if a["rand_seed"] is not None and len(accepted):
+        a["rand_seed"][...] += 1
+
+
+def _reset_on_host(
+    v: dict[str, View | None], layers: Iterable[View], scales: Iterable[View], pad_slot_id: int
+) -> None:
+    a = {name: None if array is None else as_numpy(array) for name, array in v.items()}
+    start, prev, slots = a["ring_start"], a["prev_num_accepted_tokens"], a["slots"]
+    assert start is not None and prev is not None
+    chosen = live_slots(slots, len(start), len(start), pad_slot_id)
+    start[chosen] = 0
+    prev[chosen] = 0
+    for state in layers:
+        as_numpy(state)[chosen] = 0
+    for scale in scales:
+        as_numpy(scale)[chosen] = 1
