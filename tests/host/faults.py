@@ -1,0 +1,267 @@
+"""Small wrong edits of `cuda/`; the tests of the kernels must fail for each of them.
+
+python tests/host/faults.py [NAME ...]      prints a table: fault, first test that fails
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# The quickest first: a run stops at the first test that fails.
+SUITE = (
+    "tests/host/test_edges.py",
+    "tests/test_kernels.py",
+    "tests/test_conversions.py",
+    "tests/test_stochastic.py",
+    "tests/test_varlen.py",
+    "tests/test_eight_bit.py",
+    "tests/test_checked.py",
+    "tests/host/test_histories.py",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which occurs once in `file`, becomes `new`."""
+
+    file: str
+    name: str
+    old: str
+    new: str
+
+    def apply(self, folder: pathlib.Path) -> None:
+        path = folder / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} occurs {text.count(self.old)} times")
+        path.write_text(text.replace(self.old, self.new))
+
+
+EDITS = {
+    "replay.cuh": [
+        ("flush one token early", "+ q > max_window;", "+ q >= max_window;"),
+        (
+            "wrap subtraction dropped",
+            "return row >= ring_buffer_len ? row - ring_buffer_len : row;",
+            "return row;",
+        ),
+        ("wrap one row late", "row >= ring_buffer_len ?", "row > ring_buffer_len ?"),
+        ("pad slot test dropped", "slot == params.pad_slot_id || ", ""),
+        ("slot upper bound dropped", " || slot >= params.num_slots", ""),
+        ("slots read without their stride", "row * params.slots_stride", "row"),
+        ("old rows read out after a flush", "flush ? 0 : live;", "live;"),
+        ("prefix sum leaves out its edge", "row >= step", "row > step"),
+        (
+            "low half of a difference dropped",
+            "(a.high - b.high) + (a.low - b.low)",
+            "a.high - b.high",
+        ),
+        ("dt_bias of the first head", "head * params.dt_bias_stride", "0"),
+        (
+            "fp32 state read in one term",
+            "same<T, bf16> || sizeof(T) == 1 ? 1 : 2",
+            "same<T, fp16> ? 2 : 1",
+        ),
+        ("code of the neighbour", "word[q / 2] >> (16 * (q & 1))", "word[q / 2]"),
+        ("rows of 8 bits in the order of lanes", "__shfl_xor_sync(kAllLanes, amax, 2)", "amax"),
+        ("scale of another lane's row", "if (lane.t == 0) *scale = row.decode;", "*scale = 1.0f;"),
+        ("seed not read", "static_cast<uint64_t>(*params.rand_seed)", "uint64_t{0}"),
+        ("layers share their noise", "params.layer < 0 ? given", "true ? given"),
+        ("random bits of the first piece", "offset + 64 * J);", "offset);"),
+    ],
+    "convert.cuh": [
+        ("softplus overflows", "v <= 20.0f ? log1pf(expf(v)) : v", "log1pf(expf(v))"),
+        ("softplus loses small results", "log1pf(expf(v))", "logf(1.0f + expf(v))"),
+        ("upper half of a pair lost", "__uint_as_float(pair & 0xffff0000u)", "0.0f"),
+        (
+            "scale without its floor",
+            "fmaxf(__uint_as_float(amax_bits), kLargest * 0x1p-117f)",
+            "__uint_as_float(amax_bits)",
+        ),
+        ("rows of NaN stored as numbers", "amax_bits >= 0x7f800000u", "amax_bits > 0xfffffffeu"),
+        ("offset of the random bits in 32 bits", "static_cast<uint32_t>(offset >> 32)", "0u"),
+        ("random field not masked to 13 bits", "field & 0x1fffu", "field"),
+        ("codes share their random half", "(a.y, reversed >> 16)", "(a.y, word & 0xffffu)"),
+    ],
+    "step.cuh": [
+        (
+            "group of the next head",
+            "group(head / params.heads_per_group)",
+            "group((head + 1) % params.nheads / params.heads_per_group)",
+        ),
+        (
+            "dead rows of x unmasked",
+            "const bool live = j < window.rows();",
+            "const bool live = true;",
+        ),
+        ("dead dt folded", "window.flush && j < window.live", "window.flush"),
+        (
+            "old dt processed again",
+            "return fresh ? processed_dt(params, dt, unit.head) : dt;",
+            "return lane.index < window.rows() ? processed_dt(params, dt, unit.head) : dt;",
+        ),
+        ("cursor out of range followed", "min(max(live, 0), params.max_window)", "live"),
+        ("tokens of the first sequence", "token = params.cu_seqlens[row];", "token = 0;"),
+        ("flush by the longest length", "window.q = unit.q;", "window.q = params.npredicted;"),
+        ("longer than max_seqlen", ", 0), params.npredicted);", ", 0), 99);"),
+        ("forced flush of an empty ring", "(unit.forced && window.live > 0)", "unit.forced"),
+        ("forced flush forgotten", "(unit.forced && window.live > 0) || ", ""),
+    ],
+    "checkpointing_ssu.cu": [
+        ("fp32 fold in two terms", "== 4 ? 3 : 2", "== 4 ? 2 : 2"),
+        (
+            "32-bit slot offset",
+            "offset = unit.slot * params.state_slot_stride",
+            "offset = int(unit.slot * params.state_slot_stride)",
+        ),
+        ("A of the first head", "unit.head * params.A_stride", "0"),
+        ("D of the first head", "unit.head * params.D_stride", "0"),
+        ("dead rows of B folded", "lane.t, j < window.live);", "lane.t, true);"),
+        ("later tokens seen", " && j <= row)", ")"),
+        ("own token unseen", " && j <= row)", " && j < row)"),
+        (
+            "state does not decay at a flush",
+            "fold.decay = ptx::ex2(decays.a * total.high);",
+            "fold.decay = 1.0f;",
+        ),
+        (
+            "fold weighs from the wrong end",
+            "difference(total, shuffle(decays.sum, j))",
+            "shuffle(decays.sum, j).high",
+        ),
+        (
+            "flush not stored in rows 8 to 15",
+            "8 * kPairsOfPiece * piece + 8 * h * kDstate",
+            "8 * kPairsOfPiece * piece",
+        ),
+        (
+            "append one row late",
+            "window.start + window.live - window.old_rows();",
+            "window.start + window.live - window.old_rows() + 1;",
+        ),
+        (
+            "only the first group appends B",
+            "unit.head != unit.group * params.heads_per_group",
+            "unit.head != 0",
+        ),
+        (
+            "first token's dt not appended",
+            "if (lane.index >= window.old_rows() &&",
+            "if (lane.index > window.old_rows() &&",
+        ),
+        ("gate of the token before", "silu(of_tokens.y)", "silu(of_tokens.x)"),
+        ("padding always zeroed", "if (params.zero_padding) zero_outputs", "zero_outputs"),
+        ("only even tokens of padding zeroed", "t = (threadIdx.x & 31) >> 4;", "t = 0;"),
+        (
+            "second chunk of a wide state not loaded",
+            "chunk.load_state(slab + column);",
+            "chunk.load_state(slab);",
+        ),
+    ],
+    "selective_state_update.cu": [
+        (
+            "plain output before the update",
+            "y[h] = fmaf(s[e], c[2 * q + e], y[h]);",
+            "y[h] = fmaf(s[e] - dx[h] * b[2 * q + e], c[2 * q + e], y[h]);",
+        ),
+        (
+            "plain update writes half of the state",
+            "const int64_t row = 8 * h * kDstate;",
+            "const int64_t row = 0;",
+        ),
+        (
+            "plain sum over two of four lanes",
+            "      y[h] += __shfl_xor_sync(kAllLanes, y[h], 2);\n",
+            "",
+        ),
+        ("plain padding zeroed in half of the rows", "      work.store_out(t, 1, 0.0f);\n", ""),
+        (
+            "plain update takes its first token twice",
+            "for (int t = kAhead ? 1 : 0;",
+            "for (int t = 0;",
+        ),
+    ],
+    "cursors.cu": [
+        ("reset loses to a stale commit", "params.reset != nullptr && ", "false && "),
+        (
+            "accepted not clamped",
+            "min(max(accepted, int64_t{0}), int64_t{q})",
+            "accepted",
+        ),
+        ("seed stands still", "*params.rand_seed += 1;", ";"),
+        ("forced flush not followed", "if (forced || ", "if ("),
+        ("start moves by the accepted", "ring_row(ring_start, prev,", "ring_row(ring_start, kept,"),
+        ("accepted replace the live rows", "prev += kept;", "prev = kept;"),
+    ],
+    "slots.cu": [
+        (
+            "reset empties the first head only",
+            "head * params.state_head_strides[layer]",
+            "0 * params.state_head_strides[layer]",
+        ),
+        (
+            "reset keeps the cursors",
+            "params.prev_num_accepted_tokens[slot * params.prev_num_accepted_tokens_stride] = 0;",
+            "",
+        ),
+        ("reset keeps the scales", "scales != nullptr && i <", "false && i <"),
+        ("loaded row scaled by half of its lanes", "step = 16; step > 0", "step = 8; step > 0"),
+        ("loaded state of the first sequence", "row * params.source_batch_stride", "0"),
+    ],
+    "check.cu": [
+        ("duplicate slots pass", "other < row;", "other < 0;"),
+        ("illegal ring_start passes", "start < params.ring_buffer_len;", "true;"),
+        ("too long sequences pass", "last - first > params.npredicted", "false"),
+    ],
+}
+FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in edits)
+
+
+def first_failure(fault: Fault, suite: tuple[str, ...] = SUITE) -> str | None:
+    """The first test that fails with the fault, or None if it survives."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = pathlib.Path(folder) / "cuda"
+        shutil.copytree(ROOT / "cuda", sources)
+        fault.apply(sources)
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-xvk", "not cuda", "-p", "no:cacheprovider", *suite],
+            cwd=ROOT,
+            env=dict(os.environ, REPLAYSSM_HOST_SOURCES=str(sources)),
+            capture_output=True,
+            text=True,
+        )
+    if run.returncode == 0:
+        return None
+    if "host.builder.BuildError" in run.stdout:
+        raise ValueError(f"{fault.name} does not compile: {run.stdout[-3000:]}")
+    failed = re.search(r"^FAILED (.+?)(?: - .*)?$", run.stdout, re.M)
+    if failed:
+        return failed[1]
+    started = re.findall(r"^(\S+::.+?)(?: [A-Z]+ .*)?$", run.stdout, re.M)
+    if not started:
+        raise ValueError(f"the tests do not run: {run.stdout[-2000:]}{run.stderr[-2000:]}")
+    return f"{started[-1]} (the process died)"
+
+
+def main(names: list[str]) -> int:
+    """Print the table; 1 if a fault survives."""
+    survivors = 0
+    print("| fault | first test that fails |\n| --- | --- |")
+    for fault in FAULTS:
+        if not names or fault.name in names:
+            test = first_failure(fault)
+            survivors += test is None
+            print(f"| {fault.name} | {test or '**none**'} |", flush=True)
+    return survivors > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""The launcher of `plan.py` that runs a kernel on the CPU, on NumPy's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from host.builder import HostModule, Options, compile_kernels
+
+if TYPE_CHECKING:
+    from replayssm_cupy.plan import Plan
+
+CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
+ORDERS = ("forward", "reverse", "shuffled")
+
+
+class EmulationError(RuntimeError):
+    """A kernel broke a rule of CUDA's execution model; the message names block and threads."""
+
+
+class HostLauncher:
+    """
+    Runs every launch at once, on the caller's thread, before `launch` returns.
+
+    Parameters
+    ----------
+    order : "forward", "reverse" or "shuffled": of lanes, warps and blocks. Async copies land at
+        their wait, at their issue, or at either.
+    seed : of the shuffled order.
+    sources : the folder of the .cu files; default $REPLAYSSM_HOST_SOURCES, else cuda/.
+    build : "plain", "debug", "asan" or "ubsan"; default $REPLAYSSM_HOST_BUILD, else "plain". A
+        sanitizer needs a process made by `sanitized.py`.
+    """
+
+    def __init__(
+        self,
+        order: str = "forward",
+        seed: int = 0,
+        *,
+        sources: str | os.PathLike[str] | None = None,
+        build: str | None = None,
+    ) -> None:
+        self.options = Options(ORDERS.index(order), seed)
+        self.sources = pathlib.Path(sources or os.environ.get("REPLAYSSM_HOST_SOURCES", CUDA))
+        self.build = build or os.environ.get("REPLAYSSM_HOST_BUILD", "plain")
+        self._modules: dict[tuple[str, str], HostModule] = {}
+
+    def prepare(self, source: str, names: list[str]) -> None:
+        """Compile several kernels of one file together; `launch` compiles them one by one."""
+        module = compile_kernels(self.sources / source, tuple(names), self.build)
+        self._modules.update({(source, name): module for name in names})
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[HostLauncher]:
+        """In the `with` block calls with NumPy arrays run the kernels, not the reference."""
+        from replayssm_cupy import decode, plan
+
+        plan.launchers["cpu"] = self
+        try:
+            yield self
+        finally:
+            del plan.launchers["cpu"]
+            decode._plans.clear()
+
+    def launch(self, plan: Plan, stream: int) -> None:
+        """Run a plan; its record is the parameter that cuLaunchKernel would copy."""
+        del stream
+        key = plan.key
+        self.run(key.source, key.name_expression, plan.grid, plan.block, 0, plan.record)
+
+    def run(
+        self,
+        source: str,
+        name: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        record: ctypes.Structure,
+    ) -> None:
+        """Run `name` of `source`, which may be a kernel that no plan knows."""
+        if (source, name) not in self._modules:
+            self.prepare(source, [name])
+        module = self._modules[source, name]
+        message = module.launch(name, grid, block, shared_bytes, record, self.options)
+        if message is not None:
+            raise EmulationError(f"{name}: {message}")

@@ -1,0 +1,212 @@
+"""Inputs at the edges, where a wrong kernel still passes the everyday cases."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import SHAPES, Case, Pools, Step, make_pools, make_step, pool_dtypes, pool_shapes
+from oracles import Recurrence, assert_close, relative_l2
+
+from host.launcher import HostLauncher
+from replayssm_cupy import advance_ring, checkpointing_ssu
+
+CASE = Case(SHAPES["three-heads-per-group"], npredicted=4, max_window=8, num_slots=2)
+MAP_NORESERVE = 0x4000
+
+
+@pytest.fixture(autouse=True)
+def emulator():
+    with HostLauncher().installed():
+        yield
+
+
+def run(pools: Pools, step: Step, case: Case = CASE, **options) -> np.ndarray:
+    return checkpointing_ssu(
+        pools.state,
+        pools.x_cache,
+        pools.B_cache,
+        pools.dt_cache,
+        pools.ring_start,
+        pools.prev_num_accepted_tokens,
+        step.x,
+        step.dt,
+        step.A,
+        step.B,
+        step.C,
+        None,
+        step.D,
+        step.z,
+        step.dt_bias,
+        step.dt_softplus,
+        step.state_batch_indices,
+        step.pad_slot_id,
+        max_window=case.max_window,
+        **options,
+    )
+
+
+def unit_step(q: int, dt: float | np.ndarray, A: float = 0.0) -> Step:
+    """x = 1, B = C = e_0, no options: outputs are sums of decays times dt."""
+    s, bfloat16 = CASE.shape, ml_dtypes.bfloat16
+    B = np.zeros((1, q, s.ngroups, s.dstate), bfloat16)
+    B[..., 0] = 1
+    times = np.broadcast_to(np.asarray(dt, np.float32).reshape(1, -1, 1), (1, q, s.nheads))
+    x = np.ones((1, q, s.nheads, s.head_dim), bfloat16)
+    return Step(x, times, np.full(s.nheads, A, np.float32), B, B.copy())
+
+
+def fresh_pools() -> Pools:
+    pools = make_pools(CASE, np.random.default_rng(0))
+    pools.state[...] = 0
+    return pools
+
+
+def test_fp32_state_is_read_with_all_its_bits():
+    """C takes the difference of two columns that agree in their upper halves."""
+    pools, step = fresh_pools(), unit_step(1, 0.0)
+    pools.state[..., 0], pools.state[..., 1] = 1 + 2.0**-14, 1
+    step.C[..., 1] = -1
+    np.testing.assert_array_equal(run(pools, step).astype(np.float32), 2.0**-14)
+
+
+def test_fold_keeps_the_bits_of_fp32():
+    pools, dt = fresh_pools(), np.float32(1 + 2.0**-9 + 2.0**-20)  # three terms of bf16
+    run(pools, unit_step(1, dt))
+    pools.prev_num_accepted_tokens[:] = 1
+    pools.state[...] = 0
+    step = unit_step(4, 0.0)
+    window = CASE.max_window
+    for _ in range(2):  # one live row and eight tokens: the second call flushes
+        run(pools, step)
+        pools.prev_num_accepted_tokens[:] += 4
+    assert int(pools.prev_num_accepted_tokens[0]) > window
+    np.testing.assert_array_equal(pools.state[0, ..., 0], dt)
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_rows_behind_a_large_dt(flush):
+    """Everything decays to nothing, then small steps: sums of dt would lose them."""
+    pools = fresh_pools()
+    times = np.array([1000.0, 1e-3, 1e-3, 1e-3], np.float32)
+    step = unit_step(4, times, A=-1000.0)
+    exact = Recurrence(pools.state)
+    assert_close(run(pools, step), exact.propose(step), "float32", "out")
+    exact.accept(0, 4)
+    pools.prev_num_accepted_tokens[0] = 4
+    q = 1
+    if flush:  # four rows more, so that the next step folds all of them
+        later = unit_step(4, 1e-3, A=-1000.0)
+        assert_close(run(pools, later), exact.propose(later), "float32", "out")
+        exact.accept(0, 4)
+        pools.prev_num_accepted_tokens[0] = 8
+    last = unit_step(q, 1e-3, A=-1000.0)
+    assert_close(run(pools, last), exact.propose(last), "float32", "out")
+    if flush:
+        assert_close(pools.state[0], exact.state(0), "float32", "state")
+
+
+@pytest.mark.parametrize("dt", [-80.0, -20.0, -8.0, 0.0, 19.99, 20.01, 90.0, 3e4])
+def test_softplus_at_any_dt(dt):
+    pools, step = fresh_pools(), replace(unit_step(1, dt), dt_softplus=True)
+    out = run(pools, step).astype(np.float64)
+    exact = np.logaddexp(0, np.float64(np.float32(dt)))
+    row = int(pools.ring_start[0])
+    np.testing.assert_allclose(pools.dt_cache[0, :, row], exact, rtol=1e-5)
+    np.testing.assert_allclose(out, exact, rtol=2.0**-8)
+
+
+def test_stray_cursors_are_held_inside_the_ring():
+    rng = np.random.default_rng(1)
+    pools = make_pools(CASE, rng, fill=True)
+    rows, window = CASE.ring_buffer_len, CASE.max_window
+    step = make_step(CASE, 2, rng, strided=True)
+    inside = pools.copy()
+    inside.ring_start[:] = rows - 1, 0
+    inside.prev_num_accepted_tokens[:] = 0, window
+    pools.ring_start[:] = 10**9, -5
+    pools.prev_num_accepted_tokens[:] = -3, 10**9
+    np.testing.assert_array_equal(run(pools, step), run(inside, step))
+    for name in ("state", "x_cache", "B_cache", "dt_cache"):
+        np.testing.assert_array_equal(getattr(pools, name), getattr(inside, name))
+
+
+@pytest.mark.parametrize(("accepted", "kept"), [(99, 4), (-3, 0), (2, 2)])
+def test_accepted_stay_within_the_step(accepted, kept):
+    start, prev = np.array([3], np.int32), np.array([2], np.int32)
+    advance_ring(start, prev, np.array([accepted], np.int32), 4, max_window=8, ring_buffer_len=12)
+    assert (start[0], prev[0]) == (3, 2 + kept)
+
+
+def sparse(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros with a slot stride above 2^32 elements; pages take memory when they are written."""
+    inner = int(np.prod(shape[1:]))
+    stride = 2**32 + 2 * inner
+    size = ((shape[0] - 1) * stride + inner) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, size, flags=flags)
+    except OSError as error:
+        pytest.skip(f"no address space for {size >> 30} GiB: {error}")
+    flat = np.lib.stride_tricks.as_strided(
+        np.frombuffer(memory, dtype, 1),
+        (shape[0], inner),
+        (stride * dtype.itemsize, dtype.itemsize),
+    )
+    return flat.reshape(shape)
+
+
+def test_offsets_are_64_bits_wide():
+    """Two slots and two batch rows more than 2^32 elements apart equal close ones bit for bit."""
+    rng = np.random.default_rng(2)
+    near = make_pools(CASE, rng, fill=True)
+    near.prev_num_accepted_tokens[:] = 2, 7  # the second flushes
+    far = replace(near.copy())
+    for name, shape in pool_shapes(CASE).items():
+        setattr(far, name, sparse(shape, pool_dtypes(CASE)[name]))
+        getattr(far, name)[...] = getattr(near, name)
+    step = make_step(CASE, 2, rng)
+    wide = {name: getattr(step, name) for name in ("x", "dt", "B", "C", "z")}
+    for name, array in wide.items():
+        wide[name] = sparse(array.shape, array.dtype)
+        wide[name][...] = array
+    np.testing.assert_array_equal(run(far, replace(step, **wide)), run(near, step))
+    for name in pool_shapes(CASE):
+        np.testing.assert_array_equal(getattr(far, name), getattr(near, name))
+    assert relative_l2(near.state[1], make_pools(CASE, np.random.default_rng(2)).state[1]) > 0
+
+
+def every_second(array: np.ndarray) -> np.ndarray:
+    """The same values with a gap of NaN, or of a slot that does not exist, after each."""
+    wide = np.full((2 * len(array), *array.shape[1:]), -1 if array.dtype.kind == "i" else np.nan)
+    view = wide.astype(array.dtype)[::2]
+    view[...] = array
+    return view
+
+
+def test_small_arrays_may_be_strided():
+    rng = np.random.default_rng(3)
+    packed = make_pools(CASE, rng, fill=True)
+    loose = packed.copy()
+    step = make_step(CASE, 2, rng, slots=np.array([1, 0], np.int32))
+    for name in ("ring_start", "prev_num_accepted_tokens"):
+        setattr(loose, name, every_second(getattr(loose, name)))
+    names = ("A", "D", "dt_bias", "state_batch_indices")
+    given = replace(step, **{name: every_second(getattr(step, name)) for name in names})
+    np.testing.assert_array_equal(run(loose, given), run(packed, step))
+    accepted = np.array([2, 4], np.int64)
+    for pools, strided in ((packed, step), (loose, given)):
+        advance_ring(
+            pools.ring_start,
+            pools.prev_num_accepted_tokens,
+            accepted if pools is packed else every_second(accepted),
+            4,
+            strided.state_batch_indices,
+            max_window=CASE.max_window,
+            ring_buffer_len=CASE.ring_buffer_len,
+        )
+    for name, array in packed.arrays().items():
+        np.testing.assert_array_equal(getattr(loose, name), array)
