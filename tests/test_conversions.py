@@ -1,0 +1,131 @@
+"""The conversions of convert.cuh against numerics.py, bit for bit, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replayssm_cupy import compiler, numerics
+
+PROBE = pathlib.Path(__file__).parent / "probe" / "convert_probe.cu"
+CPP = {"bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float8_e4m3fn": "e4m3"}
+FIELD_BITS = {"bfloat16": 16, "float16": 13, "int8": 16, "float8_e4m3fn": 16}
+# Every 97th pattern of fp32, 44.3 million, on a GPU; fewer on the CPU unless asked for.
+STEP = {"cuda": 97, "host": 97 if os.environ.get("REPLAYSSM_FULL_SWEEP") else 9_700_003}
+
+
+class ProbeParams(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("field", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+    ]
+
+
+def probe(backend, name: str, x, field, per_value: int = 1) -> np.ndarray:
+    """Runs one probe kernel over x and field; uint32."""
+    count = max(np.size(x), np.size(field)) // (2 if per_value > 1 else 1)
+    x = np.ascontiguousarray(np.broadcast_to(x, count * (2 if per_value > 1 else 1)), np.float32)
+    field = np.ascontiguousarray(np.broadcast_to(field, x.shape), np.uint32)
+    out = np.zeros(count * per_value, np.uint32)
+    if backend.name == "host":
+        record = ProbeParams(x.ctypes.data, field.ctypes.data, out.ctypes.data, count)
+        backend.launcher.run(str(PROBE), name, (8, 1, 1), (128, 1, 1), 0, record)
+        return out
+    import cupy
+
+    arrays = [cupy.asarray(array) for array in (x, field, out)]
+    options = (*compiler._options(), f"-I{PROBE.parent}")
+    module = cupy.RawModule(code=PROBE.read_text(), options=options, name_expressions=[name])
+    record = ProbeParams(*(array.data.ptr for array in arrays), count)
+    parameters = ctypes.c_void_p(ctypes.addressof(record))
+    handle = module.get_function(name).kernel.ptr
+    stream = cupy.cuda.get_current_stream().ptr
+    cupy.cuda.driver.launchKernel(
+        handle, 1024, 1, 1, 256, 1, 1, 0, stream, ctypes.addressof(parameters), 0
+    )
+    return cupy.asnumpy(arrays[2])
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint8 if array.itemsize == 1 else np.uint16).astype(np.uint32)
+
+
+def cells(state_dtype: str) -> np.ndarray:
+    """Values in every binade of the format, its subnormals and its ends, both signs."""
+    exponents = {"bfloat16": range(-126, 128, 9), "float16": range(-27, 17, 2)}
+    if state_dtype == "int8":
+        base = np.array([0, 2.0**-20, 0.5, 1 - 2.0**-24, 1.25, 63.7, 126.5, 127, 200], np.float32)
+    else:
+        binades = 2.0 ** np.array(exponents.get(state_dtype, range(-14, 10)), np.float64)
+        inside = 1 + np.array([0, 2.0**-23, 0.06, 0.34, 0.4999, 0.77, 1 - 2.0**-23])
+        base = np.outer(binades, inside).ravel().astype(np.float32)
+    return np.concatenate([base, -base])
+
+
+@pytest.mark.parametrize("state_dtype", CPP)
+def test_every_field_on_a_sweep_of_cells(backend, state_dtype):
+    bits = FIELD_BITS[state_dtype] if backend.name == "cuda" else 8
+    fields = np.arange(2**bits, dtype=np.uint32) << (FIELD_BITS[state_dtype] - bits)
+    for x in cells(state_dtype)[:: 1 if backend.name == "cuda" else 5]:
+        expected = numerics.stochastic_round(np.full(fields.shape, x), fields, state_dtype)
+        got = probe(backend, f"round_probe<{CPP[state_dtype]}>", x, fields)
+        assert np.array_equal(got, as_bits(expected)), x
+
+
+@pytest.mark.parametrize("state_dtype", CPP)
+def test_stochastic_rounding_of_many_patterns(backend, state_dtype):
+    patterns = np.arange(0, 2**32, STEP[backend.name], np.uint64).astype(np.uint32)
+    x = patterns.view(np.float32)
+    fields = (patterns * np.uint32(2654435761)) >> np.uint32(32 - FIELD_BITS[state_dtype])
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = numerics.stochastic_round(x, fields, state_dtype)
+    if state_dtype == "int8":  # NaN has no code; a row with one never gets here
+        keep = ~np.isnan(x)
+        x, fields, expected = x[keep], fields[keep], expected[keep]
+    got = probe(backend, f"round_probe<{CPP[state_dtype]}>", x, fields)
+    assert np.array_equal(got, as_bits(expected))
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "float8_e4m3fn"])
+def test_nearest_codes_of_many_patterns_and_every_bfloat16(backend, state_dtype):
+    patterns = np.arange(0, 2**32, STEP[backend.name], np.uint64).astype(np.uint32)
+    every_bf16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    x = np.concatenate([patterns.view(np.float32), every_bf16])
+    x = x[~np.isnan(x)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = numerics.round_to_code(x, state_dtype)
+    got = probe(backend, f"code_probe<{CPP[state_dtype]}>", x, 0)
+    assert np.array_equal(got, as_bits(expected))
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "float8_e4m3fn"])
+def test_value_of_every_code(backend, state_dtype):
+    codes = np.arange(256, dtype=np.uint32)
+    dtype = np.int8 if state_dtype == "int8" else ml_dtypes.float8_e4m3fn
+    expected = codes.astype(np.uint8).view(dtype).astype(np.float32)
+    got = probe(backend, f"value_probe<{CPP[state_dtype]}>", 0.0, codes).view(np.float32)
+    assert np.array_equal(np.isnan(got), np.isnan(expected))
+    finite = ~np.isnan(expected)
+    assert np.array_equal(got[finite].view(np.uint32), expected[finite].view(np.uint32))
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 10])
+def test_philox(backend, rounds):
+    rng = np.random.default_rng(rounds)
+    offsets, seeds = (rng.integers(0, 2**64, 4096, np.uint64, endpoint=False) for _ in range(2))
+    got = probe(
+        backend,
+        f"philox_probe<{rounds}>",
+        seeds.view(np.uint32).view(np.float32),
+        offsets.view(np.uint32),
+        per_value=4,
+    )
+    expected = numerics.philox4x32(offsets, seeds, rounds)
+    assert np.array_equal(got.reshape(-1, 4), expected)
