@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, Case, Shape, make_step
@@ -433,3 +434,33 @@ def test_audit_over_a_random_stream(backend, dtype):
         assert set(np.unique(codes[slot])) == {0, LARGEST[dtype]}
         ulp = np.spacing(np.float32(stream.x_value(slot) / LARGEST[dtype]))
         assert (np.abs(scales[slot] - stream.x_value(slot) / LARGEST[dtype]) <= 1.001 * ulp).all()
+
+
+def test_a_forced_flush_of_an_empty_ring_touches_nothing(backend):
+    """Codes that an encoder would not choose stay as they are: nothing is live, nothing to fold."""
+    bf16 = ml_dtypes.bfloat16
+    state = np.full((2, 1, 64, 64), 100, np.int8)
+    arrays = [
+        state,
+        np.full((2, 1, 2, 64), np.nan).astype(bf16),
+        np.full((2, 1, 2, 64), np.nan).astype(bf16),
+        np.full((2, 1, 2), np.nan, np.float32),
+        np.zeros(2, np.int32),
+        np.zeros(2, np.int32),
+        np.zeros((1, 0, 1, 64), bf16),
+        np.zeros((1, 0, 1), np.float32),
+        -np.ones(1, np.float32),
+        np.zeros((1, 0, 1, 64), bf16),
+        np.zeros((1, 0, 1, 64), bf16),
+    ]
+    given = [backend.put(array) for array in arrays]
+    scale = backend.put(np.full((2, 1, 64), 0.5, np.float32))
+    ssm.checkpointing_ssu(
+        *given,
+        state_scale=scale,
+        cu_seqlens=backend.put(np.zeros(3, np.int32)),
+        max_seqlen=1,
+        force_flush=backend.put(np.ones(2, np.uint8)),
+    )
+    assert np.array_equal(backend.get(given[0]), state)
+    assert np.array_equal(backend.get(scale), np.full((2, 1, 64), 0.5, np.float32))
