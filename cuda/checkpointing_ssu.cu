@@ -385,8 +385,6 @@ __global__ void __maxnreg__((kRegisters<State, Act, kDstate, kTokenTiles>))
   const int row = unit.slab * kRows + lane.g;
   const int64_t offset = unit.slot * params.state_slot_stride +
                          unit.head * params.state_head_stride + row * kDstate + lane.t * T::kPiece;
-  const int64_t scale_offset =
-      unit.slot * params.state_scale_slot_stride + unit.head * params.state_scale_head_stride + row;
   State* slab = static_cast<State*>(params.state) + offset;
   Chunk<State, kDstate, kTokenTiles> chunk;
   chunk.load_state(slab);

@@ -378,12 +378,12 @@ class LayerStack:
         """
         views: dict[str, View | None] = {
             **self._views[self._layer(layer)],
-            **token_views(x, dt, A, B, C, D, z, dt_bias, None),
+            **token_views(x, dt, A, B, C, D, z, dt_bias),
+            "slots": optional_view(slots, "slots"),
             "cu_seqlens": optional_view(cu_seqlens, "cu_seqlens"),
             "force_flush": optional_view(force_flush, "force_flush"),
             "rand_seed": optional_view(self.rand_seed, "rand_seed"),
         }
-        views["slots"] = optional_view(slots, "slots")
         tokens = views["x"]
         assert tokens is not None
         q = tokens.shape[1] if len(tokens.shape) == 4 else 1

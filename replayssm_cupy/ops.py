@@ -134,7 +134,8 @@ def checkpointing_ssu(
         "dt_cache": view(dt_cache, "dt_cache"),
         "ring_start": view(ring_start, "ring_start"),
         "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
-        **token_views(x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
+        **token_views(x, dt, A, B, C, D, z, dt_bias),
+        "slots": optional_view(state_batch_indices, "state_batch_indices"),
         "cu_seqlens": optional_view(cu_seqlens, "cu_seqlens"),
         "force_flush": optional_view(force_flush, "force_flush"),
         "rand_seed": optional_view(rand_seed, "rand_seed"),
@@ -191,7 +192,8 @@ def selective_state_update(
     views: Views = {
         "state": view(state, "state"),
         "state_scale": optional_view(state_scale, "state_scale"),
-        **token_views(x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
+        **token_views(x, dt, A, B, C, D, z, dt_bias),
+        "slots": optional_view(state_batch_indices, "state_batch_indices"),
         "rand_seed": optional_view(rand_seed, "rand_seed"),
     }
     options = Options(
@@ -203,9 +205,7 @@ def selective_state_update(
     return decode(views, out, options)
 
 
-def token_views(
-    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, slots: Any
-) -> Views:
+def token_views(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Views:
     """The views of what every decode call takes, in the order of the parameter records."""
     return {
         "x": view(x, "x"),
@@ -216,5 +216,4 @@ def token_views(
         "D": optional_view(D, "D"),
         "z": optional_view(z, "z"),
         "dt_bias": optional_view(dt_bias, "dt_bias"),
-        "slots": optional_view(slots, "state_batch_indices"),
     }
