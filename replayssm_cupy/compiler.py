@@ -158,7 +158,7 @@ class Resources:
     stack_bytes: int
 
 
-def compile_cubin(keys: list[Key], arch: str) -> tuple[bytes, list[Resources]]:
+def compile_cubin(keys: list[Key], arch: str, *more_options: str) -> tuple[bytes, list[Resources]]:
     """Compiles instances of one source file for ``arch`` (``"sm_90"``), without a GPU.
 
     Raises :class:`ReplaySSMError` with the name expressions, options and NVRTC's log.
@@ -173,7 +173,8 @@ def compile_cubin(keys: list[Key], arch: str) -> tuple[bytes, list[Resources]]:
     if headers is None:
         raise ReplaySSMError(f"the CUDA headers are missing: {_INSTALL}")
     names = [key.name_expression for key in keys]
-    options = (*_options(), "-ftz=true", f"-arch={arch}", f"-I{headers}", "-Xptxas=-v")
+    target = (f"-arch={arch}", f"-I{headers}", *more_options)
+    options = (*_options(), "-ftz=true", "-Xptxas=-v", *target)
     try:
         program = nvrtc.createProgram(_source(keys[0]), keys[0].source, (), ())
     except Exception as error:

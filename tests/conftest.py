@@ -22,6 +22,12 @@ except Exception as error:
     NO_GPU = f"no GPU that CuPy can use ({type(error).__name__})"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a process a core, but not more CUDA contexts than a small GPU holds."""
+    return min(os.cpu_count() or 1, 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and NO_GPU:

@@ -37,7 +37,7 @@ def test_example_prints_what_it_says():
 def test_commands():
     demo, test = block("demo command").strip(), block("test command").strip()
     assert demo == "pip install '.[demo]' && python -m replayssm_cupy demo"
-    assert test == "pip install -e '.[test,cuda13]' && pytest"
+    assert test == "pip install -e '.[test,cuda13]' && pytest -n auto --dist worksteal"
     pyproject = (ROOT / "pyproject.toml").read_text()
     for extra in set(re.findall(r"\.\[([\w,]+)\]", README)):
         for name in extra.split(","):

@@ -343,16 +343,21 @@ def test_mean_error_is_zero(backend, dtype):
 
 @rounded_types
 def test_noise_is_uncorrelated(backend, dtype):
-    """Equal values everywhere: what differs is the noise of heads, slots, rows and events."""
-    first, exact = noisy_state(backend, dtype, 42, flat=True)
-    second, _ = noisy_state(backend, dtype, 43, flat=True)
-    noise = [(stored - exact)[:, :, :, 1:] for stored in (first, second)]
-    a = noise[0] / noise[0].std()
+    """Equal values everywhere: what differs is the noise of heads, slots, rows, events, layers."""
+    seeds = (42, 43, int(mix_seed(42, 0)), int(mix_seed(42, 1)))
+
+    def noise(seed: int) -> np.ndarray:
+        stored, exact = noisy_state(backend, dtype, seed, flat=True)
+        residual = (stored - exact)[:, :, :, 1:]
+        return residual / residual.std()
+
+    a, next_event, layer_0, layer_1 = map(noise, seeds)
     pairs = {
         "heads": (a[:, :-1], a[:, 1:]),
         "slots": (a[:-1], a[1:]),
         "rows": (a[:, :, :-2], a[:, :, 2:]),
-        "events": (a, noise[1] / noise[1].std()),
+        "events": (a, next_event),
+        "layers": (layer_0, layer_1),
     }
     for name, (one, other) in pairs.items():
         deviations = float((one * other).mean() * math.sqrt(one.size))
