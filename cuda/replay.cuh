@@ -153,6 +153,21 @@ __device__ __forceinline__ void split_rows(const float2 (&v)[4], uint32_t (&term
   }
 }
 
+// acc += S C^T for one k-step: pairs r and r + 1 of rows g and g + 8, as kTerms bf16 terms.
+template <int kTerms, class Act, int kPairs, int kTokenTiles>
+__device__ __forceinline__ void read_out(float (&acc)[kTokenTiles][4], const float2 (&S)[4],
+                                         const uint32_t (&C)[kTokenTiles][kPairs], int r) {
+  uint32_t a[kTerms][4];
+  split_rows(S, a);
+#pragma unroll
+  for (int tile = 0; tile < kTokenTiles; ++tile) {
+    uint32_t b0[kExactTerms<Act>], b1[kExactTerms<Act>];
+    activation_terms<Act>(C[tile][r], b0);
+    activation_terms<Act>(C[tile][r + 1], b1);
+    product(acc[tile], a, b0, b1);
+  }
+}
+
 // One chunk of a row of B or C, in the lanes' order; zeros where the row is dead.
 template <int kPiece, int kPairs, class Act>
 __device__ __forceinline__ void load_row(uint32_t (&pairs)[kPairs], const Act* row, int t,
@@ -195,6 +210,7 @@ struct Rounding {
   uint64_t seed;
   int rounds;
 
+  __device__ Rounding() : seed(0), rounds(0) {}
   template <class Params>
   __device__ explicit Rounding(const Params& params) : seed(0), rounds(0) {
     if (params.rand_seed == nullptr) return;

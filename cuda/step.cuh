@@ -5,17 +5,19 @@
 
 namespace replay {
 
-// What one warp works on. `token` is the place of the sequence's first token among the batch's.
+// What one warp works on: slabs of 16 rows p that follow one another in a head, fewer at its end.
+// `token` is the place of the sequence's first token among the batch's.
 struct Unit {
-  int row, head, group, slab;
+  int row, head, group, slab, slabs;
   int64_t slot, token;
   int q;
   bool forced;  // to flush
-  __device__ explicit Unit(const CheckpointingSsuParams& params)
+  __device__ Unit(const CheckpointingSsuParams& params, int slabs_of_warp)
       : row(blockIdx.x / params.nheads),
         head(blockIdx.x - row * params.nheads),
         group(head / params.heads_per_group),
-        slab(threadIdx.x >> 5),
+        slab(static_cast<int>(threadIdx.x >> 5) * slabs_of_warp),
+        slabs(min(slabs_of_warp, params.head_dim / kRows - slab)),
         slot(find_slot(params, row)),
         token(0),
         q(params.npredicted),
@@ -27,7 +29,27 @@ struct Unit {
     token = params.cu_seqlens[row];
     q = min(max(params.cu_seqlens[row + 1] - params.cu_seqlens[row], 0), params.npredicted);
   }
+
+  // First row p of slab `s`. One that is not there is read as the last one, and not written.
+  __device__ __forceinline__ int first_row(int s) const {
+    return (slab + (s == 0 ? 0 : min(s, slabs - 1))) * kRows;
+  }
 };
+
+// Where the lane's first piece of row g of the head lies, and that row's scale.
+template <class State, int kDstate>
+__device__ __forceinline__ State* first_piece(const CheckpointingSsuParams& params,
+                                              const Unit& unit, const Lane& lane) {
+  return static_cast<State*>(params.state) + unit.slot * params.state_slot_stride +
+         unit.head * params.state_head_stride + lane.g * kDstate +
+         lane.t * Tiling<State, kDstate>::kPiece;
+}
+
+__device__ __forceinline__ float* first_scale(const CheckpointingSsuParams& params,
+                                              const Unit& unit, const Lane& lane) {
+  return params.state_scale + unit.slot * params.state_scale_slot_stride +
+         unit.head * params.state_scale_head_stride + lane.g;
+}
 
 // Cursors outside their range would be a caller's fault; they must not become stray addresses.
 __device__ __forceinline__ Window read_cursors(const CheckpointingSsuParams& params,
@@ -72,17 +94,16 @@ __device__ __forceinline__ float process_dt(const CheckpointingSsuParams& params
 // The row of x, B for row j of the rows read out.
 template <class Act>
 __device__ __forceinline__ const Act* x_row(const CheckpointingSsuParams& params, const Unit& unit,
-                                            const Window& window, int j) {
+                                            const Window& window, int first_row, int j) {
   const int new_token = j - window.old_rows();
   if (new_token >= 0) {
     return static_cast<const Act*>(params.x) + unit.row * params.x_batch_stride +
            (unit.token + new_token) * params.x_token_stride + unit.head * params.x_head_stride +
-           unit.slab * kRows;
+           first_row;
   }
   return static_cast<const Act*>(params.x_cache) + unit.slot * params.x_cache_slot_stride +
          unit.head * params.x_cache_head_stride +
-         ring_row(window.start, j, params.ring_buffer_len) * params.x_cache_row_stride +
-         unit.slab * kRows;
+         ring_row(window.start, j, params.ring_buffer_len) * params.x_cache_row_stride + first_row;
 }
 
 template <class Act>
@@ -98,15 +119,23 @@ __device__ __forceinline__ const Act* B_row(const CheckpointingSsuParams& params
          ring_row(window.start, j, params.ring_buffer_len) * params.B_cache_row_stride;
 }
 
+template <class Act>
+__device__ __forceinline__ const Act* C_row(const CheckpointingSsuParams& params, const Unit& unit,
+                                            int t) {
+  return static_cast<const Act*>(params.C) + unit.row * params.C_batch_stride +
+         (unit.token + t) * params.C_token_stride + unit.group * params.C_group_stride;
+}
+
 // x of 16 rows j as they lie in memory: x[i][h] holds row j = 8 i + g, columns p = 8 h + 2 t.
 template <class Act>
 __device__ __forceinline__ void load_x(uint32_t (&x)[2][2], const CheckpointingSsuParams& params,
-                                       const Unit& unit, const Window& window, const Lane& lane) {
+                                       const Unit& unit, const Window& window, const Lane& lane,
+                                       int first_row) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int j = 8 * i + lane.g;
     const bool live = j < window.rows();
-    const Act* from = x_row<Act>(params, unit, window, j) + 2 * lane.t;
+    const Act* from = x_row<Act>(params, unit, window, first_row, j) + 2 * lane.t;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       x[i][h] = live ? *reinterpret_cast<const uint32_t*>(from + 8 * h) : 0u;
@@ -120,28 +149,30 @@ __device__ __forceinline__ void transpose_x(uint32_t (&a)[4], const uint32_t (&x
   a[2] = ptx::movmatrix(x[1][0]), a[3] = ptx::movmatrix(x[1][1]);
 }
 
-// One chunk of everything that spans dstate, as loaded: the slab's rows g and g + 8 piece by piece,
-// C of the new tokens, B of the rows read out.
-template <class State, int kDstate, int kTokenTiles>
+// One chunk of everything that spans dstate, as loaded: rows g and g + 8 of the slabs piece by
+// piece, C of the new tokens, B of the rows read out.
+template <class State, int kDstate, int kTokenTiles, int kSlabs>
 struct Chunk {
   using T = Tiling<State, kDstate>;
-  uint4 upper[T::kPieces], lower[T::kPieces];
+  uint4 upper[kSlabs][T::kPieces], lower[kSlabs][T::kPieces];
   uint32_t C[kTokenTiles][T::kPairs], B[2][T::kPairs];
 
-  __device__ __forceinline__ void load_state(const State* chunk) {
+  // `state` is the lane's first piece of the chunk in row g of the head.
+  __device__ __forceinline__ void load_state(const State* state, const Unit& unit) {
 #pragma unroll
-    for (int J = 0; J < T::kPieces; ++J) {
-      upper[J] = *reinterpret_cast<const uint4*>(chunk + 4 * T::kPiece * J);
-      lower[J] = *reinterpret_cast<const uint4*>(chunk + 4 * T::kPiece * J + 8 * kDstate);
+    for (int s = 0; s < kSlabs; ++s) {
+      const State* slab = state + unit.first_row(s) * kDstate;
+#pragma unroll
+      for (int J = 0; J < T::kPieces; ++J) {
+        upper[s][J] = *reinterpret_cast<const uint4*>(slab + 4 * T::kPiece * J);
+        lower[s][J] = *reinterpret_cast<const uint4*>(slab + 4 * T::kPiece * J + 8 * kDstate);
+      }
     }
   }
 
   template <class Act>
   __device__ __forceinline__ void load_rows(const CheckpointingSsuParams& params, const Unit& unit,
                                             const Window& window, const Lane& lane, int column) {
-    const Act* rows = static_cast<const Act*>(params.C) + unit.row * params.C_batch_stride +
-                      unit.token * params.C_token_stride + unit.group * params.C_group_stride +
-                      column;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int j = 8 * i + lane.g;
@@ -151,7 +182,7 @@ struct Chunk {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int t = 8 * tile + lane.g;
-      load_row<T::kPiece>(C[tile], rows + t * params.C_token_stride, lane.t, t < window.q);
+      load_row<T::kPiece>(C[tile], C_row<Act>(params, unit, t) + column, lane.t, t < window.q);
     }
   }
 };

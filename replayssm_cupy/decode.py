@@ -33,7 +33,7 @@ from .plan import (
     launchers,
 )
 
-SLAB = 16  # rows p of a head that one warp owns
+SLAB = 16  # rows p of a head: what a warp owns one or two of
 
 _plans: dict[object, Plan] = {}
 
@@ -109,9 +109,11 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
         tiles = -(-npredicted // TOKENS_PER_TILE)
         key = CheckpointingSsuKey(state.dtype, x.dtype, dstate, tiles)
+        slabs = key.slabs
     else:
         record = SelectiveStateUpdateParams()
         key = SelectiveStateUpdateKey(state.dtype, x.dtype, dstate)
+        slabs = 1
     for name, axes in _STRIDES.items():
         _set_strides(record, name, v.get(name), axes)
     if ends is not None:  # the sequences' tokens follow one another in one row
@@ -126,7 +128,7 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     record.num_slots, record.batch, record.npredicted = state.shape[0], batch, npredicted
     record.nheads, record.head_dim = nheads, head_dim
     record.heads_per_group = nheads // B.shape[2]
-    threads = 32 * head_dim // SLAB
+    threads = 32 * -(-head_dim // (SLAB * slabs))
     return Plan(key, (batch * nheads, 1, 1), (threads, 1, 1), record, x.device)
 
 

@@ -58,7 +58,7 @@ def test_rows_are_asked_for_before_the_checkpoint_is_waited_for(nvdisasm, tmp_pa
     """The loads of B and C go out behind those of the checkpoint without a wait for it between."""
     key = CheckpointingSsuKey(state_dtype, "bfloat16", 128, 1)
     code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90", "-hex"))
-    bytes_of_lane = 2 * 128 // 4 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype]
+    bytes_of_lane = key.slabs * 2 * 128 // 4 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype]
     wide = [i for i, (text, *_) in enumerate(code) if text.startswith("LDG.E.128")]
     checkpoint = wide[: bytes_of_lane // 16]
     softplus = next(i for i, (text, *_) in enumerate(code) if i > checkpoint[-1] and "MUFU" in text)

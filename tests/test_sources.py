@@ -176,6 +176,7 @@ MAY_INCLUDE = {
     "convert.cuh": {"params.cuh", "ptx.cuh"},
     "replay.cuh": {"convert.cuh"},
     "step.cuh": {"replay.cuh"},
+    "flush.cuh": {"step.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.
 SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}

@@ -92,7 +92,31 @@ EDITS = {
         ("random field not masked to 13 bits", "field & 0x1fffu", "field"),
         ("codes share their random half", "(a.y, reversed >> 16)", "(a.y, word & 0xffffu)"),
     ],
+    "flush.cuh": [
+        ("fp32 fold in two terms", "== 4 ? 3 : 2", "== 4 ? 2 : 2"),
+        ("dead rows of B folded", "lane.t, j < window.live);", "lane.t, true);"),
+        (
+            "state does not decay at a flush",
+            "fold.decay = ptx::ex2(decays.a * total.high);",
+            "fold.decay = 1.0f;",
+        ),
+        (
+            "fold weighs from the wrong end",
+            "difference(total, shuffle(decays.sum, j))",
+            "shuffle(decays.sum, j).high",
+        ),
+        (
+            "flush not stored in rows 8 to 15",
+            "8 * kPairsOfPiece * piece + 8 * h * kDstate",
+            "8 * kPairsOfPiece * piece",
+        ),
+    ],
     "step.cuh": [
+        (
+            "32-bit slot offset",
+            "(params.state) + unit.slot * params.state_slot_stride +",
+            "(params.state) + int(unit.slot * params.state_slot_stride) +",
+        ),
         (
             "group of the next head",
             "group(head / params.heads_per_group)",
@@ -115,34 +139,13 @@ EDITS = {
         ("longer than max_seqlen", ", 0), params.npredicted);", ", 0), 99);"),
         ("forced flush of an empty ring", "(unit.forced && window.live > 0)", "unit.forced"),
         ("forced flush forgotten", "(unit.forced && window.live > 0) || ", ""),
+        ("slab that is not there read", "min(s, slabs - 1)", "s"),
     ],
     "checkpointing_ssu.cu": [
-        ("fp32 fold in two terms", "== 4 ? 3 : 2", "== 4 ? 2 : 2"),
-        (
-            "32-bit slot offset",
-            "offset = unit.slot * params.state_slot_stride",
-            "offset = int(unit.slot * params.state_slot_stride)",
-        ),
         ("A of the first head", "unit.head * params.A_stride", "0"),
         ("D of the first head", "unit.head * params.D_stride", "0"),
-        ("dead rows of B folded", "lane.t, j < window.live);", "lane.t, true);"),
         ("later tokens seen", " && j <= row)", ")"),
         ("own token unseen", " && j <= row)", " && j < row)"),
-        (
-            "state does not decay at a flush",
-            "fold.decay = ptx::ex2(decays.a * total.high);",
-            "fold.decay = 1.0f;",
-        ),
-        (
-            "fold weighs from the wrong end",
-            "difference(total, shuffle(decays.sum, j))",
-            "shuffle(decays.sum, j).high",
-        ),
-        (
-            "flush not stored in rows 8 to 15",
-            "8 * kPairsOfPiece * piece + 8 * h * kDstate",
-            "8 * kPairsOfPiece * piece",
-        ),
         (
             "append one row late",
             "window.start + window.live - window.old_rows();",
@@ -163,8 +166,20 @@ EDITS = {
         ("only even tokens of padding zeroed", "t = (threadIdx.x & 31) >> 4;", "t = 0;"),
         (
             "second chunk of a wide state not loaded",
-            "chunk.load_state(slab + column);",
-            "chunk.load_state(slab);",
+            "chunk.load_state(state + column, unit);",
+            "chunk.load_state(state, unit);",
+        ),
+        (
+            "only the first slab flushed",
+            "s < unit.slabs; ++s) {\n    const int",
+            "s < 1; ++s) {\n    const int",
+        ),
+        ("x of the first slab appended", "x[s][i][h];", "x[0][i][h];"),
+        ("scale of the first slab", "scales[unit.first_row(s)],", "scales[unit.first_row(0)],"),
+        (
+            "output of a slab that is not there",
+            "if (s > 0 && s >= unit.slabs) break;\n      if constexpr",
+            "if constexpr",
         ),
     ],
     "selective_state_update.cu": [
