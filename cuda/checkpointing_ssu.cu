@@ -239,12 +239,14 @@ __device__ __forceinline__ void flush(const Weights<kTokenTiles>& weights,
   // Read again: what follows from it is then in no register while there is no flush.
   unit.slot = find_slot(params, unit.row);
   State* state = first_piece<State, kDstate>(params, unit, lane);
-  float* scales = first_scale(params, unit, lane);
 #pragma unroll 1
   for (int s = 0; s < unit.slabs; ++s) {
     const int first_row = unit.first_row(s);
     float acc[kTokenTiles][4] = {};
-    Target<State, kDstate> target{params, state + first_row * kDstate, scales + first_row};
+    Target<State, kDstate> target{params, state + first_row * kDstate, nullptr};
+    if constexpr (convert::kScaled<State>) {
+      target.scale = first_scale(params, unit, lane) + first_row;
+    }
     fold_slab<State, Act, kDstate>(acc, target, params, unit, window, decays, lane, first_row);
     uint32_t x[2][2];
     load_x<Act>(x, params, unit, window, lane, first_row);
@@ -285,6 +287,7 @@ __global__ void __maxnreg__((kRegisters<kDstate, kTokenTiles>))
     }
   }
   const Window window = read_cursors(params, unit);
+  if (window.flush) prefetch_old_rows<Act, kDstate>(params, unit, window, lane);
   uint32_t x[kSlabs][2][2];
 #pragma unroll
   for (int s = 0; s < kSlabs; ++s) load_x<Act>(x[s], params, unit, window, lane, unit.first_row(s));

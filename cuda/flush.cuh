@@ -4,6 +4,21 @@
 
 namespace replay {
 
+// Asks for the old rows of B and x, which are in no cache yet, long before the fold needs them.
+template <class Act, int kDstate>
+__device__ __forceinline__ void prefetch_old_rows(const CheckpointingSsuParams& params,
+                                                  const Unit& unit, const Window& window,
+                                                  const Lane& lane) {
+  constexpr int kLine = 128 / sizeof(Act), kLines = kDstate / kLine;  // of a row of B
+  const Window old = {window.start, window.live, 0, false};
+  for (int i = lane.index; i < window.live * kLines; i += 32) {
+    ptx::prefetch_l2(B_row<Act>(params, unit, old, i / kLines) + i % kLines * kLine);
+  }
+  if (lane.index < window.live) {
+    ptx::prefetch_l2(x_row<Act>(params, unit, old, unit.first_row(0), lane.index));
+  }
+}
+
 // What a flush needs beside the state: the old rows of x, scaled, and the state's own decay.
 // Three terms keep the 24 bits of exp(c_old - c_j) dt_j x_j where the state keeps them.
 template <class State>

@@ -32,6 +32,11 @@ __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   return r;
 }
 
+// Asks for a cache line without waiting for it or keeping it.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // 2^x, within 2^-22 relative; results below the normal range are 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;

@@ -1,7 +1,7 @@
 // The maths of a replayed window that kernels share; names as in replayssm_cupy/reference.py.
 //
-// One warp owns one slab: 16 rows p of one head's state. It never talks to another warp.
-// Lane 4 g + t holds, as an m16n8k16 fragment does, rows g and g + 8 of the slab. The sum over
+// One warp owns slabs of 16 rows p of one head's state. It never talks to another warp.
+// Lane 4 g + t holds, as an m16n8k16 fragment does, rows g and g + 8 of a slab. The sum over
 // dstate may run in any order, so it runs in the order in which the lanes load: a lane's pair r
 // (two neighbouring columns n) is the pair r % (kPiece / 2) of its 16-byte piece r / (kPiece / 2),
 // and piece J of lane t starts at column 4 * kPiece * J + kPiece * t. Rows of B and C are read

@@ -177,9 +177,9 @@ EDITS = {
         ("x of the first slab appended", "x[s][i][h];", "x[0][i][h];"),
         ("scale of the first slab", "scales[unit.first_row(s)],", "scales[unit.first_row(0)],"),
         (
-            "output of a slab that is not there",
-            "if (s > 0 && s >= unit.slabs) break;\n      if constexpr",
-            "if constexpr",
+            "rows of a slab that is not there appended",
+            "if (s > 0 && s >= unit.slabs) break;\n#pragma",
+            "#pragma",
         ),
     ],
     "selective_state_update.cu": [
