@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from dataclasses import replace
 
@@ -141,10 +142,10 @@ def test_accepted_stay_within_the_step(accepted, kept):
     assert (start[0], prev[0]) == (3, 2 + kept)
 
 
-def sparse(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def sparse(shape: tuple[int, ...], dtype: np.dtype, stride: int = 0) -> np.ndarray:
     """Zeros with a slot stride above 2^32 elements; pages take memory when they are written."""
     inner = int(np.prod(shape[1:]))
-    stride = 2**32 + 2 * inner
+    stride = stride or 2**32 + 2 * inner
     size = ((shape[0] - 1) * stride + inner) * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
@@ -177,6 +178,49 @@ def test_offsets_are_64_bits_wide():
     for name in pool_shapes(CASE):
         np.testing.assert_array_equal(getattr(far, name), getattr(near, name))
     assert relative_l2(near.state[1], make_pools(CASE, np.random.default_rng(2)).state[1]) > 0
+
+
+def test_random_bits_of_slots_far_apart_differ():
+    """Equal slots 2^32 elements apart: the lower halves of their offsets are the same."""
+    case = replace(CASE, state_dtype="bfloat16")
+    pools = make_pools(case, np.random.default_rng(4), fill=True)
+    for array in pools.arrays().values():
+        array[1] = array[0]
+    pools.prev_num_accepted_tokens[:] = 7  # both flush
+    equal = pools.state
+    pools.state = sparse(equal.shape, equal.dtype, 2**32)
+    pools.state[...] = equal
+    step = make_step(case, 2, np.random.default_rng(5))
+    run(pools, step, case, rand_seed=np.array([6]))
+    first, second = pools.state.astype(np.float64)
+    assert 0 < relative_l2(first, second) < 2.0**-7
+
+
+def before_a_hole(array: np.ndarray) -> np.ndarray:
+    """A copy that ends where a page begins that nobody may read."""
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    hole = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(hole), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(memory, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("live", [2, 7], ids=["no flush", "flush"])
+def test_no_slab_is_read_behind_the_last_head(live):
+    """The last warp of a head of 80 rows has one slab, where the others have two."""
+    case = replace(CASE, state_dtype="bfloat16")
+    rng = np.random.default_rng(7)
+    pools = make_pools(case, rng, fill=True)
+    pools.prev_num_accepted_tokens[:] = live
+    step = make_step(case, 2, rng)
+    edge = pools.copy()
+    edge.state, edge.x_cache = before_a_hole(pools.state), before_a_hole(pools.x_cache)
+    given = replace(step, x=before_a_hole(step.x), z=before_a_hole(step.z))
+    np.testing.assert_array_equal(run(edge, given, case), run(pools, step, case))
+    for name, array in pools.arrays().items():
+        np.testing.assert_array_equal(getattr(edge, name), array)
 
 
 def every_second(array: np.ndarray) -> np.ndarray:
