@@ -161,7 +161,8 @@ class Resources:
 def compile_cubin(keys: list[Key], arch: str, *more_options: str) -> tuple[bytes, list[Resources]]:
     """Compiles instances of one source file for ``arch`` (``"sm_90"``), without a GPU.
 
-    Raises :class:`ReplaySSMError` with the name expressions, options and NVRTC's log.
+    ``more_options`` go to NVRTC behind the library's own. Raises :class:`ReplaySSMError` with the
+    name expressions, options and NVRTC's log.
     """
     import_cupy()
     try:
@@ -173,8 +174,8 @@ def compile_cubin(keys: list[Key], arch: str, *more_options: str) -> tuple[bytes
     if headers is None:
         raise ReplaySSMError(f"the CUDA headers are missing: {_INSTALL}")
     names = [key.name_expression for key in keys]
-    target = (f"-arch={arch}", f"-I{headers}", *more_options)
-    options = (*_options(), "-ftz=true", "-Xptxas=-v", *target)
+    of_target = (f"-arch={arch}", f"-I{headers}", "-Xptxas=-v", *more_options)
+    options = (*_options(), "-ftz=true", *of_target)
     try:
         program = nvrtc.createProgram(_source(keys[0]), keys[0].source, (), ())
     except Exception as error:

@@ -33,7 +33,7 @@ from .plan import (
     launchers,
 )
 
-SLAB = 16  # rows p of a head: what a warp owns one or two of
+SLAB = 16  # rows p of a head; a warp owns one such slab or two
 
 _plans: dict[object, Plan] = {}
 
