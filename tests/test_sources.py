@@ -363,7 +363,7 @@ PARTS = {
     for first in range(0, len(keys), INSTANCES_AT_ONCE)
 }
 NO_SPILLS = ("sm_90", "sm_100")  # compiled as for use
-# Elsewhere the compiler optimises a little less, in a third of the time (NVRTC 12.8 knows how);
+# Elsewhere the compiler optimises less, in half the time (NVRTC 12.8 knows how);
 # `python -m replayssm_cupy kernels --arch sm_80` compiles as for use.
 LESS_OPTIMISED = "--Ofast-compile=mid"
 
