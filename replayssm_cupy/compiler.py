@@ -132,6 +132,15 @@ def load(keys: Iterable[Key], device: int) -> None:
         _modules.append(module)
 
 
+def allow_shared_bytes(handle: int, size: int) -> None:
+    """Lets the kernel behind `handle` take up to `size` bytes of dynamic shared memory a block."""
+    if _shared_bytes.get(handle, 0) < size:
+        import_cupy().cuda.driver.funcSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE, size)
+        _shared_bytes[handle] = size
+
+
+_MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_shared_bytes: dict[int, int] = {}
 _modules: list[Any] = []  # a CUfunction lives as long as its module
 
 

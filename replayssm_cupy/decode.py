@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import compiler, reference
@@ -79,7 +80,7 @@ def _launch(plan: Plan, views: Views) -> None:
     x = views["x"]
     assert x is not None
     stream = current_stream(x)
-    Plan(plan.key, plan.grid, plan.block, record, plan.device).launch(stream)
+    replace(plan, record=record).launch(stream)
     wait_for_jax(arrays, plan.device, stream)
 
 

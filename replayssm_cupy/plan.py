@@ -18,6 +18,7 @@ FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
 MAX_BLOCKS = 2**31 - 1
+DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -162,6 +163,7 @@ class Plan:
     block: tuple[int, int, int]
     record: ctypes.Structure
     device: Device
+    shared_bytes: int = 0  # of dynamic shared memory a block
 
     def __post_init__(self) -> None:
         if self.grid[0] > MAX_BLOCKS:
@@ -188,10 +190,18 @@ class CudaLauncher:
         """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
         with device_guard(plan.device):
             handle = compiler.function(plan.key, plan.device.index, stream)
+            if plan.shared_bytes > DEFAULT_SHARED_BYTES:
+                compiler.allow_shared_bytes(handle, plan.shared_bytes)
             parameters = ctypes.c_void_p(ctypes.addressof(plan.record))
             try:
                 _driver().launchKernel(
-                    handle, *plan.grid, *plan.block, 0, stream, ctypes.addressof(parameters), 0
+                    handle,
+                    *plan.grid,
+                    *plan.block,
+                    plan.shared_bytes,
+                    stream,
+                    ctypes.addressof(parameters),
+                    0,
                 )
             except Exception as error:
                 raise ReplaySSMError(

@@ -70,7 +70,9 @@ class HostLauncher:
         """Run a plan; its record is the parameter that cuLaunchKernel would copy."""
         del stream
         key = plan.key
-        self.run(key.source, key.name_expression, plan.grid, plan.block, 0, plan.record)
+        self.run(
+            key.source, key.name_expression, plan.grid, plan.block, plan.shared_bytes, plan.record
+        )
 
     def run(
         self,
