@@ -114,10 +114,49 @@ __device__ __forceinline__ float2 unpack<int8>(uint32_t codes) {
   return make_float2(static_cast<float>(static_cast<int8>(codes & 0xffu)),
                      static_cast<float>(static_cast<int8>(codes >> 8 & 0xffu)));
 }
+__device__ __forceinline__ uint32_t minus_1152(uint32_t pair) {
+  const __half2_raw raw = {static_cast<unsigned short>(pair & 0xffffu),
+                           static_cast<unsigned short>(pair >> 16)};
+  const __half2_raw difference = __hsub2(__half2(raw), __half2half2(__half(1152.0f)));
+  return difference.x | static_cast<uint32_t>(difference.y) << 16;
+}
 template <>
 __device__ __forceinline__ float2 unpack<e4m3>(uint32_t codes) {
   const __nv_fp8x2_storage_t pair = static_cast<__nv_fp8x2_storage_t>(codes & 0xffffu);
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+}
+
+// Four codes as fp16, exactly.
+template <class State>
+__device__ __forceinline__ void codes_to_half(uint32_t codes, uint32_t& low, uint32_t& high);
+template <>
+__device__ __forceinline__ void codes_to_half<e4m3>(uint32_t codes, uint32_t& low, uint32_t& high) {
+  if constexpr (ptx::kHasE4m3Cvt) {
+    ptx::cvt_f16x2_e4m3x2(low, high, codes);
+  } else {
+    const float2 a = unpack<e4m3>(codes), b = unpack<e4m3>(codes >> 16);
+    low = pack<fp16>(a), high = pack<fp16>(b);
+  }
+}
+template <>
+__device__ __forceinline__ void codes_to_half<int8>(uint32_t codes, uint32_t& low, uint32_t& high) {
+  // The half 0x6400 | u is 1024 + u: with u = code + 128 it is the code and 1152.
+  const uint32_t biased = codes ^ 0x80808080u;
+  low = minus_1152(__byte_perm(biased, 0x64646464u, 0x4140));
+  high = minus_1152(__byte_perm(biased, 0x64646464u, 0x4342));
+}
+
+// Pairs `q` and q + 1 of a 16-byte piece of state as operands of a product of 16-bit values; q is
+// even.
+template <class State>
+__device__ __forceinline__ void operands(const uint4& piece, int q, uint32_t& first,
+                                         uint32_t& second) {
+  const uint32_t word[4] = {piece.x, piece.y, piece.z, piece.w};
+  if constexpr (kScaled<State>) {
+    codes_to_half<State>(word[q / 2], first, second);
+  } else {
+    first = word[q], second = word[q + 1];
+  }
 }
 
 // How a row of largest magnitude `amax` (as bits) is stored. A row of zeros or subnormals stores

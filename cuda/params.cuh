@@ -62,6 +62,8 @@ struct CheckpointingSsuParams {
   int dt_softplus;                            // 0 or 1
   int zero_padding;                           // 1: rows of `out` of padding become 0
   int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+  int heads_of_item;         // that a warp takes at once; divides heads_per_group
+  int bytes_of_warp;         // of shared memory
 };
 
 struct SelectiveStateUpdateParams {

@@ -32,9 +32,52 @@ __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   return r;
 }
 
-// Asks for a cache line without waiting for it or keeping it.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// ---- shared memory, and copies into it ----------------------------------------------------------
+
+using smem_t = unsigned;  // an address in shared memory
+
+__device__ __forceinline__ smem_t to_smem(const void* p) {
+  return static_cast<smem_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ unsigned char* dynamic_smem() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+
+// Four 8 x 8 matrices of 16-bit values, transposed: lane l gives the address of row l % 8 of matrix
+// l / 8, and gets of each matrix M[2t][g] and M[2t+1][g].
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], smem_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], smem_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row)
+               : "memory");
+}
+
+// Copies 16 or 4 bytes in the background. A thread's copies since its last commit are one group.
+__device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+
+__device__ __forceinline__ void cp_async4(smem_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most N of the thread's groups, the newest, are on their way.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.
@@ -42,6 +85,23 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Four e4m3 codes as fp16 in one instruction for two: from sm_89 on, so ask `kHasE4m3Cvt` first.
+#if __CUDA_ARCH__ >= 890
+constexpr bool kHasE4m3Cvt = true;
+#define PTX_CVT_E4M3(...) asm(__VA_ARGS__)
+#else
+constexpr bool kHasE4m3Cvt = false;
+#define PTX_CVT_E4M3(...) low = high = 0
+#endif
+
+__device__ __forceinline__ void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
+  PTX_CVT_E4M3(
+      "{ .reg .b16 a, b; mov.b32 {a, b}, %2; "
+      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 }
 
 // Stochastic rounding in hardware: sm_100a and sm_103a only, so ask `kHasStochasticCvt` first.

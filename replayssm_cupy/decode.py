@@ -33,8 +33,7 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-
-SLAB = 16  # rows p of a head; a warp owns one such slab or two
+from .schedule import SLAB, processor, schedule
 
 _plans: dict[object, Plan] = {}
 
@@ -110,11 +109,9 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
         tiles = -(-npredicted // TOKENS_PER_TILE)
         key = CheckpointingSsuKey(state.dtype, x.dtype, dstate, tiles)
-        slabs = key.slabs
     else:
         record = SelectiveStateUpdateParams()
         key = SelectiveStateUpdateKey(state.dtype, x.dtype, dstate)
-        slabs = 1
     for name, axes in _STRIDES.items():
         _set_strides(record, name, v.get(name), axes)
     if ends is not None:  # the sequences' tokens follow one another in one row
@@ -129,8 +126,18 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     record.num_slots, record.batch, record.npredicted = state.shape[0], batch, npredicted
     record.nheads, record.head_dim = nheads, head_dim
     record.heads_per_group = nheads // B.shape[2]
-    threads = 32 * -(-head_dim // (SLAB * slabs))
-    return Plan(key, (batch * nheads, 1, 1), (threads, 1, 1), record, x.device)
+    if isinstance(key, SelectiveStateUpdateKey):
+        threads = 32 * -(-head_dim // SLAB)
+        return Plan(key, (batch * nheads, 1, 1), (threads, 1, 1), record, x.device)
+    spread = schedule(
+        key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window,
+        v["z"] is not None, processor(x.device),
+    )  # fmt: skip
+    record.heads_of_item, record.bytes_of_warp = spread.heads_of_item, spread.bytes_of_warp
+    blocks = spread.blocks if batch else 0
+    return Plan(
+        key, (blocks, 1, 1), (32 * spread.warps, 1, 1), record, x.device, spread.shared_bytes
+    )
 
 
 _STRIDES = {

@@ -44,12 +44,7 @@ class CheckpointingSsuKey:
     @property
     def name_expression(self) -> str:
         types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"checkpointing_ssu<{types}, {self.dstate}, {self.token_tiles}, {self.slabs}>"
-
-    @property
-    def slabs(self) -> int:
-        """Slabs of 16 rows p that one warp owns: narrow states leave registers for two."""
-        return 2 if self.dstate <= 128 and self.state_dtype != "float32" else 1
+        return f"checkpointing_ssu<{types}, {self.dstate}, {self.token_tiles}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,10 @@ class CheckpointingSsuParams(ctypes.Structure):
             + _TOKEN_STRIDES
             + " force_flush_stride pad_slot_id",
         ),
-        *_fields(ctypes.c_int32, f"{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}"),
+        *_fields(
+            ctypes.c_int32,
+            f"{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES} heads_of_item bytes_of_warp",
+        ),
     ]
 
 

@@ -4,11 +4,6 @@
 
 namespace ptx {
 
-// Reads a byte instead, for AddressSanitizer to see.
-inline void prefetch_l2(const void* address) {
-  static_cast<void>(*static_cast<const volatile char*>(address));
-}
-
 // ----------------------------------------------------------------------------------- arithmetic
 
 inline float flush_subnormal(float x) {
@@ -115,15 +110,19 @@ inline void ldmatrix_x2_trans(uint32_t (&r)[2], smem_t row) { ldmatrix<2, true>(
 
 inline void land(const emu::AsyncCopy& c) { std::memcpy(c.dst, c.data.data(), c.data.size()); }
 
-// Copies `bytes` bytes and fills the rest of the 16 with zeros.
-inline void cp_async16(smem_t dst, const void* src, int bytes = 16) {
-  expect_aligned("cp.async", dst);
-  expect_aligned("cp.async", src);
-  emu::AsyncCopy copy{dst, std::vector<unsigned char>(16), nullptr};
-  if (bytes) std::memcpy(copy.data.data(), src, size_t(bytes));
+template <size_t kBytes>
+void cp_async(smem_t dst, const void* src) {
+  for (const void* address : {static_cast<const void*>(dst), src}) {
+    if (reinterpret_cast<uintptr_t>(address) % kBytes)
+      throw emu::Error("cp.async: an address is not " + std::to_string(kBytes) + "-byte aligned");
+  }
+  const auto* from = static_cast<const unsigned char*>(src);
+  emu::AsyncCopy copy{dst, {from, from + kBytes}, nullptr};
   if (emu::lands_early()) land(copy);
   emu::g_thread->open_copies.push_back(std::move(copy));
 }
+inline void cp_async16(smem_t dst, const void* src) { cp_async<16>(dst, src); }
+inline void cp_async4(smem_t dst, const void* src) { cp_async<4>(dst, src); }
 inline void cp_async_commit() {
   emu::Thread& me = *emu::g_thread;
   me.copy_groups.push_back(std::move(me.open_copies));
@@ -192,6 +191,11 @@ inline void cp_async_bulk(smem_t dst, const void* src, unsigned bytes, smem_t ba
 
 inline void grid_dependency_wait() {}
 inline void grid_dependency_launch() {}
+
+constexpr bool kHasE4m3Cvt = false;
+inline void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
+  throw emu::Error("no cvt.e4m3x2 here");
+}
 
 // The CPU has no stochastic conversion; convert.cuh takes its own.
 constexpr bool kHasStochasticCvt = false;

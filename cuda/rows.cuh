@@ -1,0 +1,274 @@
+// The rows of a step in shared memory: x and z of one head, B and C of its group.
+//
+// A tile holds the old rows of the ring, then the new tokens. `first` and `ring_rows` say where old
+// row j lies: a ring's own order, or 0 and the order of the rows. A row that is dead is not
+// there; who wants it gets the last one that is, with weight 0.
+#pragma once
+#include "replay.cuh"
+
+namespace replay {
+
+// One sequence of the batch, and the rows of its step. `token` is the place of the sequence's first
+// token among the batch's.
+struct Request {
+  int slot, row, token;
+  Window window;
+};
+
+__device__ __forceinline__ Request find_request(const CheckpointingSsuParams& params, int row) {
+  Request request = {static_cast<int>(find_slot(params, row)), row, 0, {0, 0, 0, false}};
+  request.window.q = params.npredicted;
+  if (params.cu_seqlens != nullptr) {
+    request.token = params.cu_seqlens[row];
+    request.window.q = min(max(params.cu_seqlens[row + 1] - request.token, 0), params.npredicted);
+  }
+  return request;
+}
+
+// Cursors outside their range would be a caller's fault; they must not become stray addresses.
+__device__ __forceinline__ void read_cursors(const CheckpointingSsuParams& params,
+                                             Request& request) {
+  Window& window = request.window;
+  const int64_t slot = request.slot;
+  const int start = params.ring_start[slot * params.ring_start_stride];
+  const int live = params.prev_num_accepted_tokens[slot * params.prev_num_accepted_tokens_stride];
+  const bool forced = params.force_flush != nullptr &&
+                      params.force_flush[request.row * params.force_flush_stride] != 0;
+  window.start = min(max(start, 0), params.ring_buffer_len - 1);
+  window.live = min(max(live, 0), params.max_window);
+  window.flush = (forced && window.live > 0) || flushes(window.live, window.q, params.max_window);
+}
+
+// ---- where rows lie in memory -------------------------------------------------------------------
+
+// Strides of ring rows fit into 32 bits: one multiplication of 32 by 32 bits.
+__device__ __forceinline__ int64_t row_offset(int row, int64_t stride) {
+  return static_cast<int64_t>(row) * static_cast<int>(stride);
+}
+
+template <class Act>
+__device__ __forceinline__ Act* x_ring(const CheckpointingSsuParams& params, int64_t slot,
+                                       int head) {
+  return static_cast<Act*>(params.x_cache) + slot * params.x_cache_slot_stride +
+         head * params.x_cache_head_stride;
+}
+
+template <class Act>
+__device__ __forceinline__ Act* B_ring(const CheckpointingSsuParams& params, int64_t slot,
+                                       int group) {
+  return static_cast<Act*>(params.B_cache) + slot * params.B_cache_slot_stride +
+         group * params.B_cache_group_stride;
+}
+
+__device__ __forceinline__ float* dt_ring(const CheckpointingSsuParams& params, int64_t slot,
+                                          int head) {
+  return params.dt_cache + slot * params.dt_cache_slot_stride + head * params.dt_cache_head_stride;
+}
+
+template <class Act>
+__device__ __forceinline__ const Act* x_of_token(const CheckpointingSsuParams& params,
+                                                 const Request& request, int head, int t) {
+  return static_cast<const Act*>(params.x) + request.row * params.x_batch_stride +
+         (request.token + t) * params.x_token_stride + head * params.x_head_stride;
+}
+
+template <class Act>
+__device__ __forceinline__ const Act* z_of_token(const CheckpointingSsuParams& params,
+                                                 const Request& request, int head, int t) {
+  return static_cast<const Act*>(params.z) + request.row * params.z_batch_stride +
+         (request.token + t) * params.z_token_stride + head * params.z_head_stride;
+}
+
+template <class Act>
+__device__ __forceinline__ const Act* B_of_token(const CheckpointingSsuParams& params,
+                                                 const Request& request, int group, int t) {
+  return static_cast<const Act*>(params.B) + request.row * params.B_batch_stride +
+         (request.token + t) * params.B_token_stride + group * params.B_group_stride;
+}
+
+template <class Act>
+__device__ __forceinline__ const Act* C_of_token(const CheckpointingSsuParams& params,
+                                                 const Request& request, int group, int t) {
+  return static_cast<const Act*>(params.C) + request.row * params.C_batch_stride +
+         (request.token + t) * params.C_token_stride + group * params.C_group_stride;
+}
+
+__device__ __forceinline__ int64_t dt_of_token(const CheckpointingSsuParams& params,
+                                               const Request& request, int head, int t) {
+  return request.row * params.dt_batch_stride + (request.token + t) * params.dt_token_stride +
+         head * params.dt_head_stride;
+}
+
+__device__ __forceinline__ int64_t out_of_token(const CheckpointingSsuParams& params,
+                                                const Request& request, int head, int t) {
+  return request.row * params.out_batch_stride + (request.token + t) * params.out_token_stride +
+         head * params.out_head_stride;
+}
+
+// ---- tiles --------------------------------------------------------------------------------------
+
+// How some threads share rows of 16-byte pieces: whole rows at a time, the rest of them idle.
+struct Spread {
+  int row, piece, rows;  // the thread's first row and its piece; rows at a time
+  __device__ Spread(unsigned thread, unsigned threads, unsigned pieces)
+      : row(thread / pieces), piece(thread - row * pieces), rows(threads / pieces) {
+    if (row >= rows) row = 1 << 20;
+  }
+};
+
+// Sizes in bytes. Pitches keep the reads of a fragment apart in the banks: x is read eight rows at
+// once, 16 bytes each; B and C two rows at once, 64 bytes each.
+template <class Act, int kDstate>
+struct TileShape {
+  static constexpr int kPitch = kDstate * sizeof(Act) + 64;  // of a row of B, C
+  int x_pitch, old_rows, tokens;
+  bool gated;
+
+  __device__ TileShape(const CheckpointingSsuParams& params, int most_old_rows)
+      : x_pitch(params.head_dim * static_cast<int>(sizeof(Act)) + 16),
+        old_rows(most_old_rows),
+        tokens(params.npredicted),
+        gated(params.z != nullptr) {}
+  __device__ int y_pitch() const { return x_pitch * 2 - 16; }  // of outputs in float32
+  __device__ int head_bytes() const { return (old_rows + (gated ? 2 : 1) * tokens) * x_pitch; }
+  // C, then B; the old rows of B make room for the fragments of `prepare_B`.
+  __device__ int group_bytes() const {
+    return tokens * kPitch + max((old_rows + tokens) * kPitch, kDstate * 32);
+  }
+};
+
+// x and z of a head.
+template <class Act, int kDstate>
+struct HeadTile {
+  unsigned char* x;
+  const TileShape<Act, kDstate>& shape;
+
+  // Starts the copies: `count` rows of the ring from ring row `first` on, and the new tokens.
+  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params,
+                                       const Request& request, int head, int first, int count,
+                                       const Spread& spread) const {
+    const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
+    const ptx::smem_t to = ptx::to_smem(x) + 16 * spread.piece;
+    for (int j = spread.row; j < count; j += spread.rows) {
+      ptx::cp_async16(to + j * shape.x_pitch,
+                      ring + row_offset(ring_row(first, j, params.ring_buffer_len),
+                                        params.x_cache_row_stride));
+    }
+    copy_tokens(params, request, head, spread);
+  }
+
+  __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
+                                              const Request& request, int head,
+                                              const Spread& spread) const {
+    if (spread.row >= request.window.q) return;
+    const ptx::smem_t to =
+        ptx::to_smem(x) + (shape.old_rows + spread.row) * shape.x_pitch + 16 * spread.piece;
+    const Act* from = x_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
+    copy_rows(to, from, params.x_token_stride, request.window.q, spread);
+    if (!shape.gated) return;
+    from = z_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
+    copy_rows(to + shape.tokens * shape.x_pitch, from, params.z_token_stride, request.window.q,
+              spread);
+  }
+
+  __device__ __forceinline__ void copy_rows(ptx::smem_t to, const Act* from, int64_t stride, int q,
+                                            const Spread& spread) const {
+    ptx::cp_async16(to, from);
+    for (int t = spread.row + spread.rows; t < q; t += spread.rows) {
+      to += spread.rows * shape.x_pitch, from += spread.rows * stride;
+      ptx::cp_async16(to, from);
+    }
+  }
+};
+
+// C and B of a group.
+template <class Act, int kDstate>
+struct GroupTile {
+  unsigned char* C;
+  const TileShape<Act, kDstate>& shape;
+  static constexpr int kPitch = TileShape<Act, kDstate>::kPitch;
+
+  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params,
+                                       const Request& request, int group, int first, int count,
+                                       const Spread& spread) const {
+    const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
+    const ptx::smem_t to = ptx::to_smem(B()) + 16 * spread.piece;
+    for (int j = spread.row; j < count; j += spread.rows) {
+      ptx::cp_async16(to + j * kPitch,
+                      ring + row_offset(ring_row(first, j, params.ring_buffer_len),
+                                        params.B_cache_row_stride));
+    }
+    copy_tokens(params, request, group, spread);
+  }
+
+  __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
+                                              const Request& request, int group,
+                                              const Spread& spread) const {
+    if (spread.row >= request.window.q) return;
+    ptx::smem_t to_C = ptx::to_smem(C) + spread.row * kPitch + 16 * spread.piece;
+    ptx::smem_t to_B = to_C + (shape.tokens + shape.old_rows) * kPitch;
+    const Act* from_C = C_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
+    const Act* from_B = B_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
+    ptx::cp_async16(to_C, from_C);
+    ptx::cp_async16(to_B, from_B);
+    for (int t = spread.row + spread.rows; t < request.window.q; t += spread.rows) {
+      to_C += spread.rows * kPitch, to_B += spread.rows * kPitch;
+      from_C += spread.rows * params.C_token_stride, from_B += spread.rows * params.B_token_stride;
+      ptx::cp_async16(to_C, from_C);
+      ptx::cp_async16(to_B, from_B);
+    }
+  }
+
+  __device__ __forceinline__ unsigned char* B() const { return C + shape.tokens * kPitch; }
+  __device__ __forceinline__ const Act* B_row(int row) const {
+    return reinterpret_cast<const Act*>(B() + row * kPitch);
+  }
+  __device__ __forceinline__ const Act* C_row(int t) const {
+    return reinterpret_cast<const Act*>(C + t * kPitch);
+  }
+};
+
+// Where row j of a step lies in its tiles.
+struct RowMap {
+  int first, ring_rows;
+  __device__ __forceinline__ int old_row(const Window& window, int j) const {
+    return ring_row(first, max(min(j, window.live - 1), 0), ring_rows);
+  }
+  // Of the rows read out: the old ones unless they are folded, then the new ones.
+  __device__ __forceinline__ int row(const Window& window, int j) const {
+    const int t = max(min(j, window.rows() - 1), 0) - window.old_rows();
+    return t < 0 ? ring_row(first, t + window.live, ring_rows) : ring_rows + t;
+  }
+};
+
+// ---- a slab of state ----------------------------------------------------------------------------
+
+// A slab of 16 rows as 16-byte pieces; odd rows swap the halves of 128 bytes, so that two rows, 64
+// bytes each, are read without a bank conflict.
+template <class State, int kDstate>
+struct SlabTile {
+  static constexpr int kPiecesOfRow = kDstate * static_cast<int>(sizeof(State)) / 16;
+  static constexpr int kPieces = kRows * kPiecesOfRow, kBytes = 16 * kPieces;
+  static constexpr bool kSwapped = kPiecesOfRow >= 8;
+  unsigned char* bytes;
+
+  // Starts the copies of one thread of `kThreads`, a power of two; `slab` is the thread's first byte.
+  template <int kThreads>
+  __device__ __forceinline__ void copy(const unsigned char* slab, unsigned thread) const {
+#pragma unroll
+    for (int i = 0; i < kPieces / kThreads; ++i) {
+      const unsigned row = thread / kPiecesOfRow ^ static_cast<unsigned>(i * kThreads / kPiecesOfRow);
+      const unsigned place = thread ^ (kSwapped ? (row & 1u) * 4u : 0u);
+      ptx::cp_async16(ptx::to_smem(bytes) + 16 * (place + kThreads * i), slab + 16 * kThreads * i);
+    }
+  }
+
+  // Piece J of the lane in row g (half 0) or g + 8 (half 1).
+  __device__ __forceinline__ uint4 piece(const Lane& lane, int half, int J) const {
+    const int swap = kSwapped ? lane.g & 1 : 0;
+    const int at = (lane.g + 8 * half) * kPiecesOfRow + 4 * (J ^ swap) + lane.t;
+    return reinterpret_cast<const uint4*>(bytes)[at];
+  }
+};
+
+}  // namespace replay
