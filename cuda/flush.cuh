@@ -19,15 +19,10 @@ struct Fold {
 struct FoldWeights {
   float coefficient[4], decay;
 
-  __device__ __forceinline__ FoldWeights(const Decays& decays, const Lane& lane) {
-    const Sum total = shuffle(decays.sum, 31);
-    decay = ptx::ex2(decays.a * total.high);
+  __device__ __forceinline__ FoldWeights(const float* from, const Lane& lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = kRows + 8 * (i >> 1) + 2 * lane.t + (i & 1);
-      const float span = difference(total, shuffle(decays.sum, j));
-      coefficient[i] = ptx::ex2(decays.a * span) * __shfl_sync(kAllLanes, decays.dt, j);
-    }
+    for (int i = 0; i < 4; ++i) coefficient[i] = from[8 * (i >> 1) + 2 * lane.t + (i & 1)];
+    decay = from[kRows];
   }
 };
 

@@ -6,20 +6,20 @@ namespace replay {
 
 // ---- dt of the rows -----------------------------------------------------------------------------
 
-// dt of the lane's row as loaded, long before it is used. Lanes 0-15 have the rows read out, lanes
-// 16-31 the rows folded.
+// dt of a row as loaded, before it is used: row j of the rows read out, or of the rows folded.
 struct RowDt {
   uint32_t raw;
 
   __device__ __forceinline__ void load(const CheckpointingSsuParams& params,
-                                       const Request& request, int head, const Lane& lane) {
+                                       const Request& request, int head, int j, bool folded) {
     const Window& window = request.window;
-    const int j = lane.index & 15, t = j - window.old_rows();
-    if (is_folded(window, lane) ? j < window.live : t < 0) {
+    const int t = j - window.old_rows();
+    raw = 0;
+    if (folded ? j < window.live : t < 0) {
       const int row = ring_row(window.start, j, params.ring_buffer_len);
       raw = __float_as_uint(
           dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)]);
-    } else if (is_new(window, lane)) {
+    } else if (!folded && t < window.q) {
       const int64_t index = dt_of_token(params, request, head, t);
       if (params.dt_type == kFloat32) {
         raw = static_cast<const uint32_t*>(params.dt)[index];
@@ -31,33 +31,26 @@ struct RowDt {
 
   // As it counts, 0 where there is no row.
   __device__ __forceinline__ float value(const CheckpointingSsuParams& params,
-                                         const Window& window, int head,
-                                         const Lane& lane) const {
+                                         const Window& window, int head, int j,
+                                         bool folded) const {
     const float stored = __uint_as_float(raw);
     float dt = stored;
     if (params.dt_type == kBfloat16) dt = convert::unpack<bf16>(raw).x;
     if (params.dt_type == kFloat16) dt = convert::unpack<fp16>(raw).x;
     const float processed = processed_dt(params, dt, head);
-    if (is_new(window, lane)) return processed;
-    const int rows = is_folded(window, lane) ? kRows + window.live : window.old_rows();
-    return lane.index < rows ? stored : 0.0f;
-  }
-
-  __device__ static __forceinline__ bool is_folded(const Window& window, const Lane& lane) {
-    return lane.index >= kRows && window.flush;
-  }
-  __device__ static __forceinline__ bool is_new(const Window& window, const Lane& lane) {
-    return lane.index >= window.old_rows() && lane.index < window.rows();
+    const bool is_new = !folded && j >= window.old_rows();
+    return is_new ? (j < window.rows() ? processed : 0.0f) : stored;
   }
 };
 
 // ---- weights of the rows ------------------------------------------------------------------------
 
-// Raw products C_t . B_j of the rows read out: cb[i] is a 16 x 8 fragment (t, j = 8 i + ...). The
-// columns are summed in the order of 16-bit pieces, whatever the type of the state.
+// Products C_t . B_j of the rows read out, to `products` (t, j). Columns are summed in the order of
+// 16-bit pieces, whatever the type of the state.
 template <class Act, int kDstate, int kTokenTiles>
-__device__ __forceinline__ void weigh(float (&cb)[2][4], const GroupTile<Act, kDstate>& tile,
-                                      const RowMap& map, const Window& window, const Lane& lane) {
+__device__ __forceinline__ void put_products(float* products, const GroupTile<Act, kDstate>& tile,
+                                             const RowMap& map, const Window& window,
+                                             const Lane& lane) {
   const uint4* B[2];
   const uint4* C[kTokenTiles];
 #pragma unroll
@@ -70,9 +63,7 @@ __device__ __forceinline__ void weigh(float (&cb)[2][4], const GroupTile<Act, kD
     const int t = max(min(8 * k + lane.g, window.q - 1), 0);
     C[k] = reinterpret_cast<const uint4*>(tile.C_row(t)) + lane.t;
   }
-  float odd[2][4] = {};  // two short chains of products instead of a long one
-#pragma unroll
-  for (int i = 0; i < 8; ++i) cb[i / 4][i % 4] = 0.0f;
+  float even[2][4] = {}, odd[2][4] = {};  // two short chains of products instead of a long one
 #pragma unroll
   for (int J = 0; J < kDstate / 32; ++J) {
     const uint4 c = C[0][4 * J];
@@ -81,46 +72,67 @@ __device__ __forceinline__ void weigh(float (&cb)[2][4], const GroupTile<Act, kD
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 b = B[i][4 * J];
-      mma<Act>(cb[i], even_step, b.x, b.y);
+      mma<Act>(even[i], even_step, b.x, b.y);
       mma<Act>(odd[i], odd_step, b.z, b.w);
     }
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) cb[i][e] += odd[i][e];
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+      const int t = 8 * tile + lane.g;
+      if (t >= window.q) continue;
+      *reinterpret_cast<float2*>(products + kRows * t + 8 * i + 2 * lane.t) = make_float2(
+          even[i][2 * tile] + odd[i][2 * tile], even[i][2 * tile + 1] + odd[i][2 * tile + 1]);
+    }
   }
 }
 
-// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, in place of the products.
-template <int kTokenTiles>
-__device__ __forceinline__ void scale_weights(float (&cb)[2][4], const Decays& decays,
-                                              const Window& window, const Lane& lane, float D) {
-  Sum at_token[kTokenTiles];
-#pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) {
-    at_token[tile] = shuffle(decays.sum, (window.old_rows() + 8 * tile + lane.g) & 15);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int j = 8 * i + 2 * lane.t + e;
-      const Sum at_j = shuffle(decays.sum, j);
-      const float dt_j = __shfl_sync(kAllLanes, decays.dt, j);
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float& weight = cb[i][2 * tile + e];
-        const int t = 8 * tile + lane.g, row = window.old_rows() + t;
-        if (tile < kTokenTiles && t < window.q && j <= row) {
-          const float span = difference(at_token[tile < kTokenTiles ? tile : 0], at_j);
-          weight = ptx::ex2(decays.a * span) * dt_j * weight + (j == row ? D : 0.0f);
-        } else {
-          weight = 0.0f;
-        }
-      }
+// Where the weights of a head lie, in words: of token t the rows j as pairs of bf16, in the order
+// in which a lane takes them as a B operand: high and low terms of rows 2 i, 2 i + 1, then of rows
+// 2 i + 8, 2 i + 9. Then exp(c_t) of the tokens, then what a fold takes.
+struct WeightShape {
+  int tokens;
+  __device__ __forceinline__ static int row(int j) { return (j & 6) * 4 + (j & 8) / 2 + (j & 1); }
+  __device__ __forceinline__ int decays() const { return kRows * tokens; }
+  __device__ __forceinline__ int fold() const { return ((kRows + 1) * tokens + 3) & ~3; }
+  __device__ __forceinline__ int words() const { return fold() + kRows + 4; }
+};
+
+// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, of the lane's row j; half a
+// warp does one head. `products` holds (t, j), `scale` what exp(c_t) takes along.
+__device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
+                                            const float* products, const float* scale,
+                                            const Decays& decays, const Window& window, int j,
+                                            float D, bool write) {
+  const int half = threadIdx.x & 16;
+  for (int t = 0; t < window.q; ++t) {
+    const int row = window.old_rows() + t;
+    const Sum at_token = shuffle(decays.sum, half + row);
+    float weight = 0.0f;
+    if (j <= row) {
+      const float span = difference(at_token, decays.sum);
+      weight = ptx::ex2(decays.a * span) * decays.dt * products[kRows * t + j];
+      if (j == row) weight += D;
+    }
+    uint32_t terms[2];
+    convert::split(make_float2(weight, 0.0f), terms);
+    if (write) {
+      auto* halves = reinterpret_cast<unsigned short*>(to + kRows * t) + WeightShape::row(j);
+      halves[0] = static_cast<unsigned short>(terms[0]);
+      halves[2] = static_cast<unsigned short>(terms[1]);
+      if (j == row) to[shape.decays() + t] = ptx::ex2(decays.a * decays.sum.high) * scale[t];
     }
   }
+}
+
+// exp(c_old - c_j) dt_j of the lane's old row, and exp(c_old); the upper half of a warp does it.
+__device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays, int j,
+                                                 bool write) {
+  const Sum total = shuffle(decays.sum, 31);
+  if (!write) return;
+  to[j] = ptx::ex2(decays.a * difference(total, decays.sum)) * decays.dt;
+  if (j == 0) to[kRows] = ptx::ex2(decays.a * total.high);
 }
 
 // What the rows read out give to the outputs: their weights as a B operand, and exp(c_t), which
@@ -130,16 +142,17 @@ struct Weights {
   uint32_t upper[kTokenTiles][2], lower[kTokenTiles][2];  // rows 0-7 and 8-15, in bf16 terms
   float decay[kTokenTiles][2];
 
-  __device__ __forceinline__ Weights(const float (&cb)[2][4], const Decays& decays,
+  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
                                      const Window& window, const Lane& lane) {
+    const int last = max(window.q - 1, 0);
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
-      convert::split(make_float2(cb[0][2 * tile], cb[0][2 * tile + 1]), upper[tile]);
-      convert::split(make_float2(cb[1][2 * tile], cb[1][2 * tile + 1]), lower[tile]);
+      const int t = min(8 * tile + lane.g, last);
+      const uint4 w = reinterpret_cast<const uint4*>(from + kRows * t)[lane.t];
+      upper[tile][0] = w.x, upper[tile][1] = w.y, lower[tile][0] = w.z, lower[tile][1] = w.w;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = window.old_rows() + 8 * tile + 2 * lane.t + e;
-        decay[tile][e] = ptx::ex2(decays.a * __shfl_sync(kAllLanes, decays.sum.high, row & 15));
+        decay[tile][e] = from[shape.decays() + min(8 * tile + 2 * lane.t + e, last)];
       }
     }
   }
@@ -147,16 +160,44 @@ struct Weights {
 
 // ---- read-out -----------------------------------------------------------------------------------
 
-// C of the new tokens as the B operand of the read-out, columns in the order of the state's pieces.
 // 8-bit codes and fp16 are exact in fp16, so C becomes fp16 beside them: scaled by a power of two
-// per token where it is bf16, which `scale` takes back.
+// per token where it is bf16.
+template <class State>
+constexpr bool kHalf = sizeof(State) == 1 || convert::same<State, fp16>;
+template <class State, class Act>
+constexpr bool kScaledC = kHalf<State> && convert::same<Act, bf16>;
+
+// Turns a row of C into fp16 in its place, and returns what takes its scale back.
+template <int kDstate>
+__device__ __forceinline__ float scale_C(unsigned char* row, const Lane& lane) {
+  constexpr int kWords = kDstate / 64;
+  uint32_t* words = reinterpret_cast<uint32_t*>(row) + lane.index;
+  uint32_t v[kWords], largest = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    v[i] = words[32 * i];
+    largest = max(largest, max(v[i] << 16 & 0x7fff0000u, v[i] & 0x7fff0000u));
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  // 2^e of the largest, kept where its inverse is a number; infinities and NaN stay what they are.
+  const uint32_t exponent = min(max(largest >> 23, 16u), 239u);
+  const float down = __uint_as_float((254u - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const float2 c = convert::unpack<bf16>(v[i]);
+    words[32 * i] = convert::pack<fp16>(make_float2(c.x * down, c.y * down));
+  }
+  return __uint_as_float(exponent << 23);
+}
+
+// C of the new tokens as the B operand of the read-out, columns in the order of the state's pieces.
 template <class State, class Act, int kDstate, int kTokenTiles>
 struct Readers {
   static constexpr int kPiece = 16 / sizeof(State), kPairs = kDstate / 8;
-  static constexpr bool kHalf = sizeof(State) == 1 || convert::same<State, fp16>;
-  static constexpr bool kScaledC = kHalf && convert::same<Act, bf16>;
   uint32_t C[kTokenTiles][kPairs];
-  float scale[kTokenTiles][2];  // of tokens 2 t and 2 t + 1
 
   __device__ __forceinline__ void load(const GroupTile<Act, kDstate>& rows, const Window& window,
                                        const Lane& lane) {
@@ -164,41 +205,7 @@ struct Readers {
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int t = max(min(8 * tile + lane.g, window.q - 1), 0);
       load_row<kPiece>(C[tile], rows.C_row(t), lane.t, true);
-      scale[tile][0] = scale[tile][1] = 1.0f;
-      if constexpr (kScaledC) to_half(C[tile], scale[tile], lane);
     }
-  }
-
-  // Takes the scales of C into the weights of the checkpoint.
-  __device__ __forceinline__ void unscale(Weights<kTokenTiles>& weights) const {
-    if constexpr (kScaledC) {
-#pragma unroll
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        weights.decay[tile][0] *= scale[tile][0], weights.decay[tile][1] *= scale[tile][1];
-      }
-    }
-  }
-
-  __device__ static __forceinline__ void to_half(uint32_t (&row)[kPairs], float (&scale)[2],
-                                                 const Lane& lane) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int r = 0; r < kPairs; ++r) {
-      largest = max(largest, max(row[r] << 16 & 0x7fff0000u, row[r] & 0x7fff0000u));
-    }
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    // 2^e of the largest, kept where its inverse is a number; infinities and NaN stay what they are.
-    const uint32_t exponent = min(max(largest >> 23, 16u), 239u);
-    const float down = __uint_as_float((254u - exponent) << 23);
-    const float up = __uint_as_float(exponent << 23);
-#pragma unroll
-    for (int r = 0; r < kPairs; ++r) {
-      const float2 v = convert::unpack<bf16>(row[r]);
-      row[r] = convert::pack<fp16>(make_float2(v.x * down, v.y * down));
-    }
-#pragma unroll
-    for (int e = 0; e < 2; ++e) scale[e] = __shfl_sync(kAllLanes, up, 4 * (2 * lane.t + e));
   }
 };
 
@@ -217,14 +224,14 @@ __device__ __forceinline__ void read_out_slab(
     for (int q = 0; q < kPairsOfPiece; q += 2) {
       const int r = J * kPairsOfPiece + q;
       float(&sum)[kTokenTiles][4] = r / 2 % 2 ? odd : acc;
-      if constexpr (R::kHalf || convert::same<State, Act>) {
+      if constexpr (kHalf<State> || convert::same<State, Act>) {
         uint32_t a[4];
         convert::operands<State>(upper, q, a[0], a[2]);
         convert::operands<State>(lower, q, a[1], a[3]);
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
           const uint32_t b0 = readers.C[tile][r], b1 = readers.C[tile][r + 1];
-          if constexpr (R::kHalf) {
+          if constexpr (kHalf<State>) {
             ptx::mma_m16n8k16_f16(sum[tile], a, b0, b1);
           } else {
             mma<Act>(sum[tile], a, b0, b1);

@@ -133,7 +133,8 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window,
         v["z"] is not None, processor(x.device),
     )  # fmt: skip
-    record.heads_of_item, record.bytes_of_warp = spread.heads_of_item, spread.bytes_of_warp
+    for field in ("heads_of_item", "items_of_group", "producers", "bytes_of_slot", "bytes_of_warp"):
+        setattr(record, field, getattr(spread, field))
     blocks = spread.blocks if batch else 0
     return Plan(
         key, (blocks, 1, 1), (32 * spread.warps, 1, 1), record, x.device, spread.shared_bytes

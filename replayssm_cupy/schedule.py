@@ -10,9 +10,11 @@ from .keys import SCALED_DTYPES, CheckpointingSsuKey
 
 SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
-LIST_BYTES = 8448  # `Shared` of cuda/checkpointing_ssu.cu
-FORCE_WARPS = 0
-FORCE_HEADS = 0
+SLOTS = 4  # of items
+MOST_HEADS = 8  # of an item
+MOST_WARPS = 8  # of a block
+LIST_BYTES = 8576  # `Shared` of cuda/checkpointing_ssu.cu
+FORCE_WARPS = FORCE_PRODUCERS = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,20 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Blocks, warps of a block, heads that a warp takes at once, and bytes of shared memory."""
+    """Blocks and their warps; heads of an item; shared memory of an item and of a consumer."""
 
     blocks: int
     warps: int
+    producers: int
     heads_of_item: int
+    items_of_group: int
+    bytes_of_slot: int
     bytes_of_warp: int
 
     @property
     def shared_bytes(self) -> int:
-        return LIST_BYTES + self.warps * self.bytes_of_warp
+        consumers = self.warps - self.producers
+        return LIST_BYTES + SLOTS * self.bytes_of_slot + consumers * self.bytes_of_warp
 
 
 def processor(device: Device) -> Processor:
@@ -53,20 +59,31 @@ def processor(device: Device) -> Processor:
 _processors: dict[int, Processor] = {}
 
 
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def bytes_of_slot(key: CheckpointingSsuKey, tokens: int, old_rows: int, heads: int) -> int:
+    """Shared memory of an item: C and B of its group, their products, the weights of its heads."""
+    pitch = key.dstate * itemsize(key.activation_dtype) + 64
+    rows = tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32)
+    products = tokens * SLAB + _round_up(tokens, 4)
+    weights = _round_up(17 * tokens, 4) + SLAB + 4
+    return _round_up(rows + 4 * (products + heads * weights), 128)
+
+
 def bytes_of_warp(
     key: CheckpointingSsuKey, head_dim: int, tokens: int, old_rows: int, gated: bool
 ) -> int:
-    """Shared memory of a warp: stages of state, two tiles of B and C, two of x and z, outputs."""
+    """Shared memory of a consumer: stages of state, two tiles of x and z, outputs, scales."""
     size = itemsize(key.state_dtype)
     row = key.dstate * size
-    slabs = 2 if row <= 128 else 1
+    slabs = 2 if row <= 256 else 1
     x_pitch = head_dim * itemsize(key.activation_dtype) + 16
-    pitch = key.dstate * itemsize(key.activation_dtype) + 64
     state = STAGES * slabs * SLAB * row
-    group = tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32)
     head = 2 * (old_rows + (2 if gated else 1) * tokens) * x_pitch + tokens * (2 * x_pitch - 16)
     scales = 2 * head_dim * 4 if key.state_dtype in SCALED_DTYPES else 0
-    return -(-(state + group + head + scales) // 128) * 128
+    return _round_up(state + head + scales, 128)
 
 
 def schedule(
@@ -80,16 +97,14 @@ def schedule(
     gated: bool,
     device: Processor,
 ) -> Schedule:
-    """Items of as many heads as leave every warp a few, one block per multiprocessor."""
-    size = bytes_of_warp(key, head_dim, tokens, old_rows, gated)
-    most = 8 if key.token_tiles > 1 or key.dstate > 128 or key.state_dtype in ("float32", *SCALED_DTYPES) else 12
-    if FORCE_WARPS: most = min(most, FORCE_WARPS)
-    warps = max(1, min(most, (device.shared_bytes - LIST_BYTES) // size))
-    heads = 1
-    while heads_per_group % (2 * heads) == 0 and (
-        batch * nheads >= 12 * heads * device.count * warps
-    ):
-        heads *= 2
-    if FORCE_HEADS: heads = FORCE_HEADS
-    items = batch * nheads // heads
-    return Schedule(max(1, min(device.count, items)), warps, heads, size)
+    """One block per multiprocessor with as many warps as its shared memory feeds."""
+    items = -(-heads_per_group // MOST_HEADS)
+    heads = -(-heads_per_group // items)
+    slot = bytes_of_slot(key, tokens, old_rows, heads)
+    warp = bytes_of_warp(key, head_dim, tokens, old_rows, gated)
+    producers = FORCE_PRODUCERS or (2 if heads >= 4 else 3)
+    most = FORCE_WARPS or MOST_WARPS
+    room = device.shared_bytes - LIST_BYTES - SLOTS * slot
+    consumers = max(1, min(most - producers, room // warp))
+    blocks = max(1, min(device.count, batch * nheads // heads_per_group * items))
+    return Schedule(blocks, producers + consumers, producers, heads, items, slot, warp)

@@ -1,0 +1,169 @@
+// The sequences of a batch as a block lists them, and what is done for whole sequences: the new rows
+// of the rings, and the outputs of padding.
+#pragma once
+#include "rows.cuh"
+
+namespace replay {
+
+// A sequence as it waits in list memory.
+struct alignas(16) Entry {
+  int slot, row, token, cursors;  // cursors: start | live << 16 | q << 22 | flush << 28
+};
+
+__device__ __forceinline__ Entry pack_request(const Request& request) {
+  const Window& w = request.window;
+  return {request.slot, request.row, request.token,
+          w.start | w.live << 16 | w.q << 22 | static_cast<int>(w.flush) << 28};
+}
+
+__device__ __forceinline__ Request unpack_request(const Entry& entry) {
+  const int c = entry.cursors;
+  return {entry.slot, entry.row, entry.token,
+          {c & 0xffff, c >> 16 & 63, c >> 22 & 63, (c >> 28 & 1) != 0}};
+}
+
+constexpr int kMostListed = 512;  // sequences at a time
+constexpr int kMostWarps = 32;
+
+struct RequestList {
+  Entry entries[kMostListed];  // those that flush from the front on, the others from the back
+  int counts[kMostWarps][2];
+  int taken, appended;  // heads of this block, and tokens
+
+  // Sequence n in the order of work: one that flushes and one that does not in turn, as long as
+  // there are both. A fold takes long and reads little; so others read meanwhile.
+  __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {
+    const int both = min(listed.x, listed.y);
+    if (n < 2 * both) return n % 2 ? entries[kMostListed - 1 - n / 2] : entries[n / 2];
+    return listed.x > both ? entries[n - both] : entries[kMostListed - 1 - (n - both)];
+  }
+};
+
+// One after another, for the warp.
+__device__ __forceinline__ int take(int& counter) {
+  int taken = 0;
+  if ((threadIdx.x & 31) == 0) taken = atomicAdd(&counter, 1);
+  return __shfl_sync(kAllLanes, taken, 0);
+}
+
+// Lists the sequences from `first` on that have something to do. Returns how many flush and how
+// many do not.
+__device__ __forceinline__ int2 list_requests(RequestList& list, const CheckpointingSsuParams& params,
+                                              int first) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int end = min(first + kMostListed, params.batch);
+  int2 listed = make_int2(0, 0);
+  for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
+    const int row = base + static_cast<int>(threadIdx.x);
+    Request request = {-1, 0, 0, {0, 0, 0, false}};
+    if (row < end) {
+      request = find_request(params, row);
+      if (request.slot >= 0) read_cursors(params, request);
+    }
+    const bool flush = request.slot >= 0 && request.window.flush;
+    const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
+    const unsigned flushing = __ballot_sync(kAllLanes, flush);
+    const unsigned staying = __ballot_sync(kAllLanes, stay);
+    if (lane == 0) {
+      list.counts[warp][0] = __popc(flushing);
+      list.counts[warp][1] = __popc(staying);
+    }
+    __syncthreads();
+    int2 before = listed;
+    for (int w = 0; w < warps; ++w) {
+      listed.x += list.counts[w][0];
+      listed.y += list.counts[w][1];
+      if (w < warp) before.x += list.counts[w][0], before.y += list.counts[w][1];
+    }
+    const unsigned lower = (1u << lane) - 1u;
+    if (flush) list.entries[before.x + __popc(flushing & lower)] = pack_request(request);
+    if (stay) {
+      list.entries[kMostListed - 1 - before.y - __popc(staying & lower)] = pack_request(request);
+    }
+    __syncthreads();
+  }
+  return listed;
+}
+
+// ---- appends and padding ------------------------------------------------------------------------
+
+// Rows of 16-byte pieces from one array to another: loads go out together, then stores.
+template <class Act>
+__device__ __forceinline__ void copy_pieces(Act* to, int64_t to_stride, const Act* from,
+                                            int64_t from_stride, int rows, const Spread& spread) {
+  constexpr int kAtOnce = 4;
+  to += spread.row * to_stride + 8 * spread.piece;
+  from += spread.row * from_stride + 8 * spread.piece;
+  to_stride *= spread.rows, from_stride *= spread.rows;
+  for (int row = spread.row; row < rows; row += kAtOnce * spread.rows) {
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (row + i * spread.rows < rows) v[i] = *reinterpret_cast<const uint4*>(from);
+      from += from_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (row + i * spread.rows < rows) *reinterpret_cast<uint4*>(to) = v[i];
+      to += to_stride;
+    }
+  }
+}
+
+// Copies one token to row `row` of the rings; a warp of its own does it.
+template <class Act, int kDstate>
+__device__ __forceinline__ void append_token(const CheckpointingSsuParams& params,
+                                             const Request& request, int t, int row,
+                                             const Spread& spread_x, const Spread& spread_B) {
+  const int lane = threadIdx.x & 31, ngroups = params.nheads / params.heads_per_group;
+  copy_pieces(x_ring<Act>(params, request.slot, 0) + row_offset(row, params.x_cache_row_stride),
+              params.x_cache_head_stride, x_of_token<Act>(params, request, 0, t),
+              params.x_head_stride, params.nheads, spread_x);
+  copy_pieces(B_ring<Act>(params, request.slot, 0) + row_offset(row, params.B_cache_row_stride),
+              params.B_cache_group_stride, B_of_token<Act>(params, request, 0, t),
+              params.B_group_stride, ngroups, spread_B);
+  for (int head = lane; head < params.nheads; head += 32) {
+    const float dt =
+        convert::load_float(params.dt, dt_of_token(params, request, head, t), params.dt_type);
+    dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)] =
+        processed_dt(params, dt, head);
+  }
+}
+
+// Writes the new rows of all listed sequences behind their live ones. A warp takes whole tokens
+// when it has no item left, so that the last warps have none to write.
+template <class Act, int kDstate>
+__device__ __forceinline__ void append(RequestList& list, const CheckpointingSsuParams& params,
+                                       int2 listed) {
+  const int lane = threadIdx.x & 31, end = (listed.x + listed.y) * params.npredicted;
+  const Spread spread_x(lane, 32, params.head_dim / 8), spread_B(lane, 32, kDstate / 8);
+  while (true) {
+    const int i = take(list.appended) * gridDim.x + blockIdx.x;
+    if (i >= end) return;
+    const int n = i / params.npredicted, t = i - n * params.npredicted;
+    const Request request = unpack_request(list.entry(n, listed));
+    if (t >= request.window.q) continue;
+    const Window& window = request.window;
+    const int first = ring_row(window.start, window.live, params.ring_buffer_len);
+    append_token<Act, kDstate>(params, request, t, ring_row(first, t, params.ring_buffer_len),
+                               spread_x, spread_B);
+  }
+}
+
+// Outputs of padded rows become zeros: a warp takes whole rows.
+__device__ __forceinline__ void zero_padding(const CheckpointingSsuParams& params) {
+  const int warps = blockDim.x >> 5, warp = blockIdx.x * warps + (threadIdx.x >> 5);
+  for (int row = warp; row < params.batch; row += gridDim.x * warps) {
+    const Request request = find_request(params, row);
+    if (request.slot >= 0) continue;
+    const int per_token = params.nheads * params.head_dim;
+    for (int i = threadIdx.x & 31; i < request.window.q * per_token; i += 32) {
+      const int t = i / per_token, head = (i - t * per_token) / params.head_dim;
+      const int p = i - t * per_token - head * params.head_dim;
+      const int64_t index = out_of_token(params, request, head, t) + p;
+      convert::store_float(params.out, index, params.out_type, 0.0f);
+    }
+  }
+}
+
+}  // namespace replay
