@@ -17,8 +17,7 @@
 
 using namespace replay;
 
-constexpr int kSlots = 4;         // items that are prepared or in use
-constexpr int kHeadsOfItem = 8;   // at most
+constexpr int kSlots = 4;  // items that are prepared or in use
 
 struct alignas(128) Shared {
   RequestList list;
@@ -76,8 +75,12 @@ struct Block {
   __device__ __forceinline__ float* scales_of_C(int k) const {
     return products(k) + kRows * shape.tokens;
   }
+  // 32 of a head: of the rows read out, and from 16 on of the rows folded.
+  __device__ __forceinline__ float* dt(int k) const {
+    return scales_of_C(k) + ((shape.tokens + 3) & ~3);
+  }
   __device__ __forceinline__ float* weights(int k, int head) const {
-    return scales_of_C(k) + ((shape.tokens + 3) & ~3) + head * weight_shape.words();
+    return dt(k) + 2 * kRows * params.heads_of_item + head * weight_shape.words();
   }
   __device__ __forceinline__ RowMap in_order() const { return {0, shape.old_rows}; }
   __device__ __forceinline__ static ptx::smem_t barrier(uint64_t (&bars)[kSlots], int k) {
@@ -115,27 +118,41 @@ struct Producer : Block<Act, kDstate> {
     }
   }
 
+  __device__ __forceinline__ float load_constant(const Item& item) const {
+    const int head = item.head + min(lane.index % kHeadsOfItem, item.heads - 1);
+    const int which = lane.index / kHeadsOfItem;
+    if (which == 0) return convert::load_float(params.A, head * params.A_stride, params.A_type);
+    if (which == 1 && params.D != nullptr) {
+      return convert::load_float(params.D, head * params.D_stride, params.D_type);
+    }
+    if (which == 2 && params.dt_bias != nullptr) {
+      return convert::load_float(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
+    }
+    return 0.0f;
+  }
+
   // Half a warp does a head, or a whole one where the other half has the rows folded.
   template <bool kFlush>
   __device__ __forceinline__ void prepare(const Item& item, const Request& request, int k) const {
     const Window& window = request.window;
     const GroupTile<Act, kDstate> group = Base::group(k);
-    group.copy(params, request, item.group, window.start, window.live, spread);
-    ptx::cp_async_commit();
-    constexpr int kAtOnce = kFlush ? 1 : 2, kPasses = kHeadsOfItem / kAtOnce;
     const int j = lane.index & 15, half = lane.index >> 4;
-    const bool folded = kFlush && half == 1;
-    const auto head_of_pass = [&](int i) {
-      return min(kAtOnce * i + (kFlush ? 0 : half), item.heads - 1);
-    };
-    RowDt dt[kPasses];
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (kAtOnce * i >= item.heads) break;
-      dt[i].load(params, request, item.head + head_of_pass(i), j, folded);
+    float* const dt = Base::dt(k);
+    // Everything is asked for before anything is used.
+    group.copy(params, request, item.group, window.start, window.live, spread);
+    for (int i = half; i < item.heads && j < window.live; i += 2) {
+      const float* ring = dt_ring(params, request.slot, item.head + i);
+      const int row = ring_row(window.start, j, params.ring_buffer_len);
+      ptx::cp_async4(ptx::to_smem(dt + 32 * i + (kFlush ? kRows : 0) + j),
+                     ring + row_offset(row, params.dt_cache_row_stride));
     }
+    ptx::cp_async_commit();
+    NewDt<kTokenTiles> fresh;
+    fresh.load(params, request, item.head, item.heads, lane);
+    const float constant = load_constant(item);
     ptx::cp_async_wait<0>();
     __syncwarp();
+    fresh.put(dt + window.old_rows(), params, window.q, item.heads, constant, lane);
     put_products<Act, kDstate, kTokenTiles>(Base::products(k), group, Base::in_order(), window,
                                             lane);
     for (int t = 0; t < window.q; ++t) {
@@ -147,17 +164,13 @@ struct Producer : Block<Act, kDstate> {
     }
     if (kFlush) prepare_B<State>(group, Base::in_order(), window, lane);
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (kAtOnce * i >= item.heads) break;
-      const int of_item = head_of_pass(i), head = item.head + of_item;
-      const float A = convert::load_float(params.A, head * params.A_stride, params.A_type);
-      float D = 0.0f;
-      if (params.D != nullptr) {
-        D = convert::load_float(params.D, head * params.D_stride, params.D_type);
-      }
-      const Decays decays(dt[i].value(params, window, head, j, folded), A);
-      float* weights = Base::weights(k, of_item);
+    const bool folded = kFlush && half == 1, live = j < (folded ? window.live : window.rows());
+    for (int first = 0; first < item.heads; first += kFlush ? 1 : 2) {
+      const int i = min(first + (kFlush ? 0 : half), item.heads - 1);
+      const float A = __shfl_sync(kAllLanes, constant, i);
+      const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
+      const Decays decays(live ? dt[32 * i + (folded ? kRows : 0) + j] : 0.0f, A);
+      float* weights = Base::weights(k, i);
       put_weights(weights, Base::weight_shape, Base::products(k), Base::scales_of_C(k), decays,
                   window, j, D, !folded);
       if (kFlush) put_fold_weights(weights + Base::weight_shape.fold(), decays, j, folded);
@@ -167,7 +180,7 @@ struct Producer : Block<Act, kDstate> {
 
 // ---- a consumer ---------------------------------------------------------------------------------
 
-// Slabs that are copied together, and stages, on their way or in use.
+// Slabs that are copied together, and stages: on their way or in use.
 template <class State, int kDstate>
 constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 256 ? 2 : 1;
 constexpr int kStages = 2;
@@ -189,6 +202,7 @@ struct Consumer : Block<Act, kDstate> {
   const Spread spread;
   unsigned char *stages, *heads;
   float *y, *scales;
+  float4* waiting;
   int count;  // of stages of a head
   Work next;
   bool more;  // whether there is a next head
@@ -202,6 +216,7 @@ struct Consumer : Block<Act, kDstate> {
         more(false) {
     y = reinterpret_cast<float*>(heads + 2 * shape.head_bytes());
     scales = y + shape.tokens * (shape.y_pitch() / 4);
+    waiting = reinterpret_cast<float4*>(scales + 2 * params.head_dim) + lane.index;
   }
 
   __device__ __forceinline__ unsigned char* head_tile(int parity) const {
@@ -350,9 +365,9 @@ struct Consumer : Block<Act, kDstate> {
     const Weights<kTokenTiles> weights(of_head, Base::weight_shape, window, lane);
     const FoldWeights fold_weights(of_head + Base::weight_shape.fold(), lane);
     const ptx::smem_t x = rows_of_x(window, parity);
-    const ptx::smem_t old_x =
-        transposed_x(head_tile(parity), shape.x_pitch, lane,
-                     [&](int j) { return Base::in_order().old_row(window, j); });
+    const ptx::smem_t old_x = transposed_x(head_tile(parity), shape.x_pitch, lane, [&](int j) {
+      return Base::in_order().old_row(window, j);
+    });
     for (int s = 0; s < count; ++s) {
       next_stage();
 #pragma unroll 1
@@ -364,7 +379,7 @@ struct Consumer : Block<Act, kDstate> {
         const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
         State* to = state_of(request, work.head) + (first_row + lane.g) * kDstate +
                     lane.t * static_cast<int>(16 / sizeof(State));
-        Target<State, kDstate> target{params, to, nullptr};
+        Target<State, kDstate> target{params, to, nullptr, waiting};
         float scale[2] = {1.0f, 1.0f};
         if constexpr (convert::kScaled<State>) {
           target.scale = scale_of(request, work.head) + first_row + lane.g;
@@ -403,7 +418,7 @@ struct Consumer : Block<Act, kDstate> {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-constexpr int kMostThreads = 256;
+constexpr int kMostThreads = 384;
 
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads, 1)

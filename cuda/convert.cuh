@@ -164,6 +164,10 @@ __device__ __forceinline__ void operands(const uint4& piece, int q, uint32_t& fi
 // visible. The floor keeps the decode scale a normal number, the bound the largest code finite.
 struct RowScale {
   float encode, decode;
+  __device__ __forceinline__ float2 encoded(float2 v) const {
+    return encode == 0.0f ? make_float2(0.0f, 0.0f)
+                          : make_float2(__fmul_rn(v.x, encode), __fmul_rn(v.y, encode));
+  }
 };
 
 template <class State>

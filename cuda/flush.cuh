@@ -44,55 +44,62 @@ __device__ __forceinline__ Fold<State> prepare_fold(const FoldWeights& weights,
 }
 
 // Where a fold goes. A row of an 8-bit state is encoded when all of it is known, so its values wait
-// in registers; other states are stored piece by piece.
+// in shared memory; other states are stored piece by piece.
 template <class State, int kDstate>
 struct Target {
+  static constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
+  static constexpr int kPieces = kDstate / (4 * kPiece);
+
   const CheckpointingSsuParams& params;
-  State* slab;   // the lane's first piece in row g
-  float* scale;  // of row g; that of row g + 8 lies 8 behind
-  float2 rows[2][convert::kScaled<State> ? kDstate / 8 : 1];
+  State* slab;      // the lane's first piece in row g
+  float* scale;     // of row g; that of row g + 8 lies 8 behind
+  float4* waiting;  // the lane's first of 64 * kDstate bytes
+  uint32_t amax[2] = {0, 0};
 
   __device__ __forceinline__ bool stochastic() const {
     return sizeof(State) < 4 && params.rand_seed != nullptr;
   }
 
-  // A piece's place in the state's storage, in elements.
-  __device__ __forceinline__ int64_t offset(const State* piece) const {
-    return piece - static_cast<const State*>(params.state);
-  }
-
-  template <int kPairsOfPiece>
-  __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece], int piece) {
+  // Takes a piece of row g (half 0) or g + 8 (half 1).
+  __device__ __forceinline__ void put(const float2 (&v)[kPairsOfPiece], int half, int J) {
+    if constexpr (convert::kScaled<State>) {
+      float4* to = waiting + (half * kPieces + J) * 4 * 32;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (convert::kScaled<State>) {
-#pragma unroll
-        for (int q = 0; q < kPairsOfPiece; ++q) rows[h][8 * piece + q] = folded[h][q];
-      } else {
-        State* to = slab + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-        *reinterpret_cast<uint4*>(to) =
-            stochastic() ? encode_piece_of_row<State, true>(folded[h], Rounding(params), offset(to))
-                         : encode_piece_of_row<State, false>(folded[h], Rounding(), 0);
+      for (int q = 0; q < kPairsOfPiece; q += 2) {
+        to[16 * q] = make_float4(v[q].x, v[q].y, v[q + 1].x, v[q + 1].y);
       }
-    }
-  }
-
-  // The two ways to round are apart, so that the common one runs through short code.
-  __device__ __forceinline__ void finish(const Lane& lane) {
-    if (stochastic()) {
-      store_rows<true>(Rounding(params), lane);
+      amax[half] = max(amax[half], largest(v));
     } else {
-      store_rows<false>(Rounding(), lane);
+      store(v, half, J);
     }
   }
 
-  template <bool kStochastic>
-  __device__ __forceinline__ void store_rows(const Rounding& rounding, const Lane& lane) {
+  __device__ __forceinline__ void store(const float2 (&v)[kPairsOfPiece], int half, int J) const {
+    State* to = slab + 4 * kPiece * J + 8 * half * kDstate;
+    const int64_t offset = to - static_cast<const State*>(params.state);
+    *reinterpret_cast<uint4*>(to) = stochastic()
+                                        ? encode_piece<State, true>(v, Rounding(params), offset)
+                                        : encode_piece<State, false>(v, Rounding(), 0);
+  }
+
+  // Encodes the rows that wait, and their scales.
+  __device__ __forceinline__ void finish(const Lane& lane) const {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const convert::RowScale row = convert::row_scale<State>(of_row(half ? amax[1] : amax[0]));
+#pragma unroll 1
+      for (int J = 0; J < kPieces; ++J) {
+        const float4* from = waiting + (half * kPieces + J) * 4 * 32;
+        float2 v[kPairsOfPiece];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      State* to = slab + 8 * h * kDstate;
-      store_scaled_row<State, kStochastic, kDstate / 64>(to, scale + 8 * h, offset(to), rows[h],
-                                                         rounding, lane);
+        for (int q = 0; q < kPairsOfPiece; q += 2) {
+          const float4 of_lane = from[16 * q];
+          v[q] = row.encoded(make_float2(of_lane.x, of_lane.y));
+          v[q + 1] = row.encoded(make_float2(of_lane.z, of_lane.w));
+        }
+        store(v, half, J);
+      }
+      if (lane.t == 0) scale[8 * half] = row.decode;
     }
   }
 };
@@ -120,8 +127,8 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   __syncwarp();
 }
 
-// Folds the old rows into one slab of state, stores it, and reads it out: acc += (folded state) C^T.
-// `scale` decodes rows g and g + 8 as they were.
+// Folds the old rows into one slab of state, stores it, and reads it out: acc += (folded state)
+// C^T. `scale` decodes rows g and g + 8 as they were.
 template <class State, class Act, int kDstate, int kTokenTiles>
 __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
                                           Target<State, kDstate>& target,
@@ -138,37 +145,38 @@ __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
     C[tile] = rows.C_row(max(min(8 * tile + lane.g, window.q - 1), 0));
   }
   const float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
-  // Rows that wait in registers for their scale need places known at compile time.
-  constexpr int kUnroll = convert::kScaled<State> ? kPieces : 1;
-#pragma unroll kUnroll
+#pragma unroll 1
   for (int J = 0; J < kPieces; ++J) {
     const uint4 upper = slab.piece(lane, 0, J), lower = slab.piece(lane, 1, J);
-    uint4 b[kPairsOfPiece / 2];
-#pragma unroll
-    for (int q = 0; q < kPairsOfPiece / 2; ++q) b[q] = B[16 * (J * kPairsOfPiece + 2 * q)];
     float2 folded[2][kPairsOfPiece];
 #pragma unroll
-    for (int q = 0; q < kPairsOfPiece; ++q) {
-      uint32_t b0[kExactTerms<Act>], b1[kExactTerms<Act>];
-      activation_terms<Act>(q % 2 ? b[q / 2].z : b[q / 2].x, b0);
-      activation_terms<Act>(q % 2 ? b[q / 2].w : b[q / 2].y, b1);
-      float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      product(d, fold.x, b0, b1);
-      const float2 u = piece_pair<State>(upper, q), l = piece_pair<State>(lower, q);
-      folded[0][q] = make_float2(fmaf(decay[0], u.x, d[0]), fmaf(decay[0], u.y, d[1]));
-      folded[1][q] = make_float2(fmaf(decay[1], l.x, d[2]), fmaf(decay[1], l.y, d[3]));
-    }
-    target.put(folded, J);
-    uint32_t c[kTokenTiles][kPairsOfPiece];
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-      load_row<kPiece>(c[tile], C[tile] + 4 * kPiece * J, lane.t, true);
-    }
-#pragma unroll
     for (int q = 0; q < kPairsOfPiece; q += 2) {
+      const uint4 b = B[16 * (J * kPairsOfPiece + q)];
+      float2 u[2], l[2];
+      piece_pairs<State>(upper, q, u);
+      piece_pairs<State>(lower, q, l);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        uint32_t b0[kExactTerms<Act>], b1[kExactTerms<Act>];
+        activation_terms<Act>(e ? b.z : b.x, b0);
+        activation_terms<Act>(e ? b.w : b.y, b1);
+        float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        product(d, fold.x, b0, b1);
+        folded[0][q + e] = make_float2(fmaf(decay[0], u[e].x, d[0]), fmaf(decay[0], u[e].y, d[1]));
+        folded[1][q + e] = make_float2(fmaf(decay[1], l[e].x, d[2]), fmaf(decay[1], l[e].y, d[3]));
+      }
+      uint32_t c[kTokenTiles][2];
+#pragma unroll
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        const uint2 pairs =
+            reinterpret_cast<const uint2*>(C[tile] + (4 * J + lane.t) * kPiece)[q / 2];
+        c[tile][0] = pairs.x, c[tile][1] = pairs.y;
+      }
       const float2 v[4] = {folded[0][q], folded[1][q], folded[0][q + 1], folded[1][q + 1]};
-      read_out<2, Act>(acc, v, c, q);
+      read_out<2, Act>(acc, v, c, 0);
     }
+    target.put(folded[0], 0, J);
+    target.put(folded[1], 1, J);
   }
   if constexpr (convert::kScaled<State>) target.finish(lane);
 }

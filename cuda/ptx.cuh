@@ -100,7 +100,8 @@ __device__ __forceinline__ void mbarrier_arrive(smem_t bar) {
 __device__ __forceinline__ void mbarrier_wait_parity(smem_t bar, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
-      "AGAIN: " PTX_MBARRIER_WAIT ".shared.b64 done, [%0], %1;\n"
+      "AGAIN: " PTX_MBARRIER_WAIT
+      ".shared.b64 done, [%0], %1;\n"
       "@!done bra AGAIN; }" ::"r"(bar),
       "r"(parity)
       : "memory");
@@ -127,9 +128,8 @@ constexpr bool kHasE4m3Cvt = false;
 __device__ __forceinline__ void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
   PTX_CVT_E4M3(
       "{ .reg .b16 a, b; mov.b32 {a, b}, %2; "
-      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
+      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low),
+      "=r"(high) : "r"(codes));
 }
 
 // Stochastic rounding in hardware: sm_100a and sm_103a only, so ask `kHasStochasticCvt` first.

@@ -205,6 +205,18 @@ __device__ __forceinline__ float2 piece_pair(const uint4& piece, int q) {
   }
 }
 
+// Pairs `q` and q + 1; q is even.
+template <class State>
+__device__ __forceinline__ void piece_pairs(const uint4& piece, int q, float2 (&pairs)[2]) {
+  if constexpr (sizeof(State) == 1) {
+    uint32_t first, second;
+    convert::operands<State>(piece, q, first, second);
+    pairs[0] = convert::unpack<fp16>(first), pairs[1] = convert::unpack<fp16>(second);
+  } else {
+    pairs[0] = piece_pair<State>(piece, q), pairs[1] = piece_pair<State>(piece, q + 1);
+  }
+}
+
 // How states are rounded when they are stored: to nearest without rounds, else stochastically.
 struct Rounding {
   uint64_t seed;
@@ -250,64 +262,22 @@ __device__ __forceinline__ uint4 encode_piece(const float2 (&v)[8 / sizeof(State
   }
 }
 
-template <class State>
-struct Piece {
-  float2 v[8 / sizeof(State)];
-};
-
-// The stochastic form as a call: many pieces of a row share its code.
-template <class State>
-__device__ __noinline__ uint4 encode_stochastically(Piece<State> piece, Rounding rounding,
-                                                    int64_t offset) {
-  return encode_piece<State, true>(piece.v, rounding, offset);
-}
-
-// A row of pieces, all to nearest or all stochastically.
-template <class State, bool kStochastic>
-__device__ __forceinline__ uint4 encode_piece_of_row(const float2 (&v)[8 / sizeof(State)],
-                                                     const Rounding& rounding, int64_t offset) {
-  if constexpr (!kStochastic) return encode_piece<State, false>(v, rounding, offset);
-  Piece<State> piece;
-#pragma unroll
-  for (int i = 0; i < 8 / sizeof(State); ++i) piece.v[i] = v[i];
-  return encode_stochastically<State>(piece, rounding, offset);
-}
-
-// The largest magnitude of a row, as bits, over the lane's values and then the lanes that share it.
-// NaN counts as largest.
+// The largest magnitude, as bits. NaN counts as largest.
 template <int kCount>
-__device__ __forceinline__ uint32_t row_amax(const float2 (&v)[kCount]) {
+__device__ __forceinline__ uint32_t largest(const float2 (&v)[kCount]) {
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     amax = max(amax,
                max(__float_as_uint(v[i].x) & 0x7fffffffu, __float_as_uint(v[i].y) & 0x7fffffffu));
   }
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-  return max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+  return amax;
 }
 
-// Encodes the lane's pieces of one row of an 8-bit state, and its scale. `to` is the lane's first
-// piece, `offset` that piece's place in the storage; pieces lie four apart.
-template <class State, bool kStochastic, int kPieces>
-__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
-                                                 const float2 (&v)[kPieces * 8],
-                                                 const Rounding& rounding, const Lane& lane) {
-  const convert::RowScale row = convert::row_scale<State>(row_amax(v));
-#pragma unroll
-  for (int J = 0; J < kPieces; ++J) {
-    float2 piece[8];
-#pragma unroll
-    for (int q = 0; q < 8; ++q) {
-      const float2 s = v[8 * J + q];
-      piece[q] = row.encode == 0.0f
-                     ? make_float2(0.0f, 0.0f)
-                     : make_float2(__fmul_rn(s.x, row.encode), __fmul_rn(s.y, row.encode));
-    }
-    *reinterpret_cast<uint4*>(to + 64 * J) =
-        encode_piece_of_row<State, kStochastic>(piece, rounding, offset + 64 * J);
-  }
-  if (lane.t == 0) *scale = row.decode;
+// Over the lanes that share a row.
+__device__ __forceinline__ uint32_t of_row(uint32_t amax) {
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  return max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
 }
 
 }  // namespace replay

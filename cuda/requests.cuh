@@ -1,5 +1,5 @@
-// The sequences of a batch as a block lists them, and what is done for whole sequences: the new rows
-// of the rings, and the outputs of padding.
+// The sequences of a batch as a block lists them, and what is done for whole sequences: the new
+// rows of the rings, and the outputs of padding.
 #pragma once
 #include "rows.cuh"
 
@@ -18,7 +18,9 @@ __device__ __forceinline__ Entry pack_request(const Request& request) {
 
 __device__ __forceinline__ Request unpack_request(const Entry& entry) {
   const int c = entry.cursors;
-  return {entry.slot, entry.row, entry.token,
+  return {entry.slot,
+          entry.row,
+          entry.token,
           {c & 0xffff, c >> 16 & 63, c >> 22 & 63, (c >> 28 & 1) != 0}};
 }
 
@@ -48,8 +50,8 @@ __device__ __forceinline__ int take(int& counter) {
 
 // Lists the sequences from `first` on that have something to do. Returns how many flush and how
 // many do not.
-__device__ __forceinline__ int2 list_requests(RequestList& list, const CheckpointingSsuParams& params,
-                                              int first) {
+__device__ __forceinline__ int2 list_requests(RequestList& list,
+                                              const CheckpointingSsuParams& params, int first) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int end = min(first + kMostListed, params.batch);
   int2 listed = make_int2(0, 0);

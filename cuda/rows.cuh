@@ -144,15 +144,14 @@ struct HeadTile {
   const TileShape<Act, kDstate>& shape;
 
   // Starts the copies: `count` rows of the ring from ring row `first` on, and the new tokens.
-  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params,
-                                       const Request& request, int head, int first, int count,
-                                       const Spread& spread) const {
+  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params, const Request& request,
+                                       int head, int first, int count, const Spread& spread) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
     const ptx::smem_t to = ptx::to_smem(x) + 16 * spread.piece;
     for (int j = spread.row; j < count; j += spread.rows) {
-      ptx::cp_async16(to + j * shape.x_pitch,
-                      ring + row_offset(ring_row(first, j, params.ring_buffer_len),
-                                        params.x_cache_row_stride));
+      ptx::cp_async16(
+          to + j * shape.x_pitch,
+          ring + row_offset(ring_row(first, j, params.ring_buffer_len), params.x_cache_row_stride));
     }
     copy_tokens(params, request, head, spread);
   }
@@ -188,15 +187,14 @@ struct GroupTile {
   const TileShape<Act, kDstate>& shape;
   static constexpr int kPitch = TileShape<Act, kDstate>::kPitch;
 
-  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params,
-                                       const Request& request, int group, int first, int count,
+  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params, const Request& request,
+                                       int group, int first, int count,
                                        const Spread& spread) const {
     const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
     const ptx::smem_t to = ptx::to_smem(B()) + 16 * spread.piece;
     for (int j = spread.row; j < count; j += spread.rows) {
-      ptx::cp_async16(to + j * kPitch,
-                      ring + row_offset(ring_row(first, j, params.ring_buffer_len),
-                                        params.B_cache_row_stride));
+      ptx::cp_async16(to + j * kPitch, ring + row_offset(ring_row(first, j, params.ring_buffer_len),
+                                                         params.B_cache_row_stride));
     }
     copy_tokens(params, request, group, spread);
   }
@@ -252,12 +250,14 @@ struct SlabTile {
   static constexpr bool kSwapped = kPiecesOfRow >= 8;
   unsigned char* bytes;
 
-  // Starts the copies of one thread of `kThreads`, a power of two; `slab` is the thread's first byte.
+  // Starts the copies of one thread of `kThreads`, a power of two; `slab` is the thread's first
+  // byte.
   template <int kThreads>
   __device__ __forceinline__ void copy(const unsigned char* slab, unsigned thread) const {
 #pragma unroll
     for (int i = 0; i < kPieces / kThreads; ++i) {
-      const unsigned row = thread / kPiecesOfRow ^ static_cast<unsigned>(i * kThreads / kPiecesOfRow);
+      const unsigned row =
+          thread / kPiecesOfRow ^ static_cast<unsigned>(i * kThreads / kPiecesOfRow);
       const unsigned place = thread ^ (kSwapped ? (row & 1u) * 4u : 0u);
       ptx::cp_async16(ptx::to_smem(bytes) + 16 * (place + kThreads * i), slab + 16 * kThreads * i);
     }

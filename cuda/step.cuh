@@ -6,40 +6,44 @@ namespace replay {
 
 // ---- dt of the rows -----------------------------------------------------------------------------
 
-// dt of a row as loaded, before it is used: row j of the rows read out, or of the rows folded.
-struct RowDt {
-  uint32_t raw;
+constexpr int kHeadsOfItem = 8;  // most heads that are prepared together
 
-  __device__ __forceinline__ void load(const CheckpointingSsuParams& params,
-                                       const Request& request, int head, int j, bool folded) {
-    const Window& window = request.window;
-    const int t = j - window.old_rows();
-    raw = 0;
-    if (folded ? j < window.live : t < 0) {
-      const int row = ring_row(window.start, j, params.ring_buffer_len);
-      raw = __float_as_uint(
-          dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)]);
-    } else if (!folded && t < window.q) {
-      const int64_t index = dt_of_token(params, request, head, t);
+// dt of the new tokens of some heads, loaded long before it is used: (head, token), head fastest.
+template <int kTokenTiles>
+struct NewDt {
+  static constexpr int kCount = kTokenTiles * 8 * kHeadsOfItem / 32;  // of a lane
+  uint32_t raw[kCount];
+
+  __device__ __forceinline__ void load(const CheckpointingSsuParams& params, const Request& request,
+                                       int head, int heads, const Lane& lane) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int i = 32 * n + lane.index, t = i / kHeadsOfItem, h = i % kHeadsOfItem;
+      if (t >= request.window.q || h >= heads) continue;
+      const int64_t index = dt_of_token(params, request, head + h, t);
       if (params.dt_type == kFloat32) {
-        raw = static_cast<const uint32_t*>(params.dt)[index];
+        raw[n] = static_cast<const uint32_t*>(params.dt)[index];
       } else {
-        raw = static_cast<const unsigned short*>(params.dt)[index];
+        raw[n] = static_cast<const unsigned short*>(params.dt)[index];
       }
     }
   }
 
-  // As it counts, 0 where there is no row.
-  __device__ __forceinline__ float value(const CheckpointingSsuParams& params,
-                                         const Window& window, int head, int j,
-                                         bool folded) const {
-    const float stored = __uint_as_float(raw);
-    float dt = stored;
-    if (params.dt_type == kBfloat16) dt = convert::unpack<bf16>(raw).x;
-    if (params.dt_type == kFloat16) dt = convert::unpack<fp16>(raw).x;
-    const float processed = processed_dt(params, dt, head);
-    const bool is_new = !folded && j >= window.old_rows();
-    return is_new ? (j < window.rows() ? processed : 0.0f) : stored;
+  // As it counts, to `to`, 32 values a head. `constant` of lane 16 + h is dt_bias of head h.
+  __device__ __forceinline__ void put(float* to, const CheckpointingSsuParams& params, int q,
+                                      int heads, float constant, const Lane& lane) const {
+    const int h = lane.index % kHeadsOfItem;
+    const float bias = __shfl_sync(kAllLanes, constant, 2 * kHeadsOfItem + h);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int t = (32 * n + lane.index) / kHeadsOfItem;
+      if (t >= q || h >= heads) continue;
+      float dt = __uint_as_float(raw[n]);
+      if (params.dt_type == kBfloat16) dt = convert::unpack<bf16>(raw[n]).x;
+      if (params.dt_type == kFloat16) dt = convert::unpack<fp16>(raw[n]).x;
+      dt += bias;
+      to[32 * h + t] = params.dt_softplus ? convert::softplus(dt) : dt;
+    }
   }
 };
 
@@ -99,8 +103,8 @@ struct WeightShape {
   __device__ __forceinline__ int words() const { return fold() + kRows + 4; }
 };
 
-// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, of the lane's row j; half a
-// warp does one head. `products` holds (t, j), `scale` what exp(c_t) takes along.
+// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, of the lane's row j; half
+// a warp does one head. `products` holds (t, j), `scale` what exp(c_t) takes along.
 __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
                                             const float* products, const float* scale,
                                             const Decays& decays, const Window& window, int j,
@@ -223,7 +227,7 @@ __device__ __forceinline__ void read_out_slab(
 #pragma unroll
     for (int q = 0; q < kPairsOfPiece; q += 2) {
       const int r = J * kPairsOfPiece + q;
-      float(&sum)[kTokenTiles][4] = r / 2 % 2 ? odd : acc;
+      float (&sum)[kTokenTiles][4] = r / 2 % 2 ? odd : acc;
       if constexpr (kHalf<State> || convert::same<State, Act>) {
         uint32_t a[4];
         convert::operands<State>(upper, q, a[0], a[2]);
@@ -301,8 +305,8 @@ __device__ __forceinline__ void gate(float (&acc)[kTokenTiles][4], const unsigne
 
 // Hands the outputs of a slab to rows of shared memory; `y` is row 0, the slab's first column.
 template <int kTokenTiles>
-__device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* y,
-                                            int pitch, const Window& window, const Lane& lane) {
+__device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* y, int pitch,
+                                            const Window& window, const Lane& lane) {
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll

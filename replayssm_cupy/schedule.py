@@ -12,7 +12,7 @@ SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
 SLOTS = 4  # of items
 MOST_HEADS = 8  # of an item
-MOST_WARPS = 8  # of a block
+MOST_WARPS = 12  # of a block
 LIST_BYTES = 8576  # `Shared` of cuda/checkpointing_ssu.cu
 FORCE_WARPS = FORCE_PRODUCERS = 0
 
@@ -64,11 +64,11 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def bytes_of_slot(key: CheckpointingSsuKey, tokens: int, old_rows: int, heads: int) -> int:
-    """Shared memory of an item: C and B of its group, their products, the weights of its heads."""
+    """Shared memory of an item: C and B of its group, their products, dt and weights of its heads."""
     pitch = key.dstate * itemsize(key.activation_dtype) + 64
     rows = tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32)
     products = tokens * SLAB + _round_up(tokens, 4)
-    weights = _round_up(17 * tokens, 4) + SLAB + 4
+    weights = 2 * SLAB + _round_up(17 * tokens, 4) + SLAB + 4
     return _round_up(rows + 4 * (products + heads * weights), 128)
 
 
@@ -82,8 +82,8 @@ def bytes_of_warp(
     x_pitch = head_dim * itemsize(key.activation_dtype) + 16
     state = STAGES * slabs * SLAB * row
     head = 2 * (old_rows + (2 if gated else 1) * tokens) * x_pitch + tokens * (2 * x_pitch - 16)
-    scales = 2 * head_dim * 4 if key.state_dtype in SCALED_DTYPES else 0
-    return _round_up(state + head + scales, 128)
+    scaled = 2 * head_dim * 4 + 64 * key.dstate if key.state_dtype in SCALED_DTYPES else 0
+    return _round_up(state + head + scaled, 128)
 
 
 def schedule(
@@ -102,7 +102,7 @@ def schedule(
     heads = -(-heads_per_group // items)
     slot = bytes_of_slot(key, tokens, old_rows, heads)
     warp = bytes_of_warp(key, head_dim, tokens, old_rows, gated)
-    producers = FORCE_PRODUCERS or (2 if heads >= 4 else 3)
+    producers = FORCE_PRODUCERS or 4
     most = FORCE_WARPS or MOST_WARPS
     room = device.shared_bytes - LIST_BYTES - SLOTS * slot
     consumers = max(1, min(most - producers, room // warp))
