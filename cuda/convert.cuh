@@ -70,22 +70,20 @@ __device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
 }
 template <>
 __device__ __forceinline__ float2 unpack<fp16>(uint32_t pair) {
-  const __half2_raw raw = {static_cast<unsigned short>(pair & 0xffffu),
-                           static_cast<unsigned short>(pair >> 16)};
-  return __half22float2(__half2(raw));
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
 template <class T>
 __device__ __forceinline__ uint32_t pack(float2 v);
 template <>
 __device__ __forceinline__ uint32_t pack<bf16>(float2 v) {
-  const __nv_bfloat162_raw raw = __floats2bfloat162_rn(v.x, v.y);
-  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x, v.y);
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 template <>
 __device__ __forceinline__ uint32_t pack<fp16>(float2 v) {
-  const __half2_raw raw = __floats2half2_rn(v.x, v.y);
-  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+  const __half2 pair = __floats2half2_rn(v.x, v.y);
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 
 // v = sum of the terms: two bf16 terms keep 16 bits of a float, three keep all 24.
@@ -115,10 +113,9 @@ __device__ __forceinline__ float2 unpack<int8>(uint32_t codes) {
                      static_cast<float>(static_cast<int8>(codes >> 8 & 0xffu)));
 }
 __device__ __forceinline__ uint32_t minus_1152(uint32_t pair) {
-  const __half2_raw raw = {static_cast<unsigned short>(pair & 0xffffu),
-                           static_cast<unsigned short>(pair >> 16)};
-  const __half2_raw difference = __hsub2(__half2(raw), __half2half2(__half(1152.0f)));
-  return difference.x | static_cast<uint32_t>(difference.y) << 16;
+  const __half2 difference =
+      __hsub2(reinterpret_cast<const __half2&>(pair), __half2half2(__half(1152.0f)));
+  return reinterpret_cast<const uint32_t&>(difference);
 }
 template <>
 __device__ __forceinline__ float2 unpack<e4m3>(uint32_t codes) {

@@ -44,62 +44,55 @@ __device__ __forceinline__ Fold<State> prepare_fold(const FoldWeights& weights,
 }
 
 // Where a fold goes. A row of an 8-bit state is encoded when all of it is known, so its values wait
-// in shared memory; other states are stored piece by piece.
+// in registers; other states are stored piece by piece.
 template <class State, int kDstate>
 struct Target {
-  static constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
-  static constexpr int kPieces = kDstate / (4 * kPiece);
-
   const CheckpointingSsuParams& params;
-  State* slab;      // the lane's first piece in row g
-  float* scale;     // of row g; that of row g + 8 lies 8 behind
-  float4* waiting;  // the lane's first of 64 * kDstate bytes
-  uint32_t amax[2] = {0, 0};
+  State* slab;   // the lane's first piece in row g
+  float* scale;  // of row g; that of row g + 8 lies 8 behind
+  float2 rows[2][convert::kScaled<State> ? kDstate / 8 : 1];
 
   __device__ __forceinline__ bool stochastic() const {
     return sizeof(State) < 4 && params.rand_seed != nullptr;
   }
 
-  // Takes a piece of row g (half 0) or g + 8 (half 1).
-  __device__ __forceinline__ void put(const float2 (&v)[kPairsOfPiece], int half, int J) {
-    if constexpr (convert::kScaled<State>) {
-      float4* to = waiting + (half * kPieces + J) * 4 * 32;
+  // A piece's place in the state's storage, in elements.
+  __device__ __forceinline__ int64_t offset(const State* piece) const {
+    return piece - static_cast<const State*>(params.state);
+  }
+
+  template <int kPairsOfPiece>
+  __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece], int piece) {
 #pragma unroll
-      for (int q = 0; q < kPairsOfPiece; q += 2) {
-        to[16 * q] = make_float4(v[q].x, v[q].y, v[q + 1].x, v[q + 1].y);
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (convert::kScaled<State>) {
+#pragma unroll
+        for (int q = 0; q < kPairsOfPiece; ++q) rows[h][8 * piece + q] = folded[h][q];
+      } else {
+        State* to = slab + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
+        *reinterpret_cast<uint4*>(to) =
+            stochastic() ? encode_piece_of_row<State, true>(folded[h], Rounding(params), offset(to))
+                         : encode_piece_of_row<State, false>(folded[h], Rounding(), 0);
       }
-      amax[half] = max(amax[half], largest(v));
-    } else {
-      store(v, half, J);
     }
   }
 
-  __device__ __forceinline__ void store(const float2 (&v)[kPairsOfPiece], int half, int J) const {
-    State* to = slab + 4 * kPiece * J + 8 * half * kDstate;
-    const int64_t offset = to - static_cast<const State*>(params.state);
-    *reinterpret_cast<uint4*>(to) = stochastic()
-                                        ? encode_piece<State, true>(v, Rounding(params), offset)
-                                        : encode_piece<State, false>(v, Rounding(), 0);
+  // The two ways to round are apart, so that the common one runs through short code.
+  __device__ __forceinline__ void finish(const Lane& lane) {
+    if (stochastic()) {
+      store_rows<true>(Rounding(params), lane);
+    } else {
+      store_rows<false>(Rounding(), lane);
+    }
   }
 
-  // Encodes the rows that wait, and their scales.
-  __device__ __forceinline__ void finish(const Lane& lane) const {
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const convert::RowScale row = convert::row_scale<State>(of_row(half ? amax[1] : amax[0]));
-#pragma unroll 1
-      for (int J = 0; J < kPieces; ++J) {
-        const float4* from = waiting + (half * kPieces + J) * 4 * 32;
-        float2 v[kPairsOfPiece];
+  template <bool kStochastic>
+  __device__ __forceinline__ void store_rows(const Rounding& rounding, const Lane& lane) {
 #pragma unroll
-        for (int q = 0; q < kPairsOfPiece; q += 2) {
-          const float4 of_lane = from[16 * q];
-          v[q] = row.encoded(make_float2(of_lane.x, of_lane.y));
-          v[q + 1] = row.encoded(make_float2(of_lane.z, of_lane.w));
-        }
-        store(v, half, J);
-      }
-      if (lane.t == 0) scale[8 * half] = row.decode;
+    for (int h = 0; h < 2; ++h) {
+      State* to = slab + 8 * h * kDstate;
+      store_scaled_row<State, kStochastic, kDstate / 64>(to, scale + 8 * h, offset(to), rows[h],
+                                                         rounding, lane);
     }
   }
 };
@@ -145,7 +138,9 @@ __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
     C[tile] = rows.C_row(max(min(8 * tile + lane.g, window.q - 1), 0));
   }
   const float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
-#pragma unroll 1
+  // Rows that wait in registers for their scale need places known at compile time.
+  constexpr int kUnroll = convert::kScaled<State> ? kPieces : 1;
+#pragma unroll kUnroll
   for (int J = 0; J < kPieces; ++J) {
     const uint4 upper = slab.piece(lane, 0, J), lower = slab.piece(lane, 1, J);
     float2 folded[2][kPairsOfPiece];
@@ -175,8 +170,7 @@ __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
       const float2 v[4] = {folded[0][q], folded[1][q], folded[0][q + 1], folded[1][q + 1]};
       read_out<2, Act>(acc, v, c, 0);
     }
-    target.put(folded[0], 0, J);
-    target.put(folded[1], 1, J);
+    target.put(folded, J);
   }
   if constexpr (convert::kScaled<State>) target.finish(lane);
 }

@@ -63,8 +63,7 @@ struct CheckpointingSsuParams {
   int zero_padding;                           // 1: rows of `out` of padding become 0
   int philox_rounds, layer;           // of the random bits; layer -1 takes the seed as it is
   int heads_of_item, items_of_group;  // at most 8 heads; enough items for heads_per_group
-  int producers;                      // warps of a block that prepare items
-  int bytes_of_slot, bytes_of_warp;   // of shared memory: of an item, of a consumer
+  int bytes_of_warp;                  // of shared memory
 };
 
 struct SelectiveStateUpdateParams {

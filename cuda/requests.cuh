@@ -27,17 +27,14 @@ __device__ __forceinline__ Request unpack_request(const Entry& entry) {
 constexpr int kMostListed = 512;  // sequences at a time
 constexpr int kMostWarps = 32;
 
-struct RequestList {
+struct alignas(128) RequestList {
   Entry entries[kMostListed];  // those that flush from the front on, the others from the back
   int counts[kMostWarps][2];
   int taken, appended;  // heads of this block, and tokens
 
-  // Sequence n in the order of work: one that flushes and one that does not in turn, as long as
-  // there are both. A fold takes long and reads little; so others read meanwhile.
+  // Sequence n in the order of work: those that flush come first.
   __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {
-    const int both = min(listed.x, listed.y);
-    if (n < 2 * both) return n % 2 ? entries[kMostListed - 1 - n / 2] : entries[n / 2];
-    return listed.x > both ? entries[n - both] : entries[kMostListed - 1 - (n - both)];
+    return entries[n < listed.x ? n : kMostListed - 1 - (n - listed.x)];
   }
 };
 

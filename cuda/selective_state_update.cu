@@ -9,47 +9,6 @@
 
 using namespace replay;
 
-template <class State>
-struct Piece {
-  float2 v[8 / sizeof(State)];
-};
-
-// The stochastic form as a call: many pieces of a row share its code.
-template <class State>
-__device__ __noinline__ uint4 encode_stochastically(Piece<State> piece, Rounding rounding,
-                                                    int64_t offset) {
-  return encode_piece<State, true>(piece.v, rounding, offset);
-}
-
-// A row of pieces, all to nearest or all stochastically.
-template <class State, bool kStochastic>
-__device__ __forceinline__ uint4 encode_piece_of_row(const float2 (&v)[8 / sizeof(State)],
-                                                     const Rounding& rounding, int64_t offset) {
-  if constexpr (!kStochastic) return encode_piece<State, false>(v, rounding, offset);
-  Piece<State> piece;
-#pragma unroll
-  for (int i = 0; i < 8 / sizeof(State); ++i) piece.v[i] = v[i];
-  return encode_stochastically<State>(piece, rounding, offset);
-}
-
-// Encodes the lane's pieces of one row of an 8-bit state, and its scale. `to` is the lane's first
-// piece, `offset` that piece's place in the storage; pieces lie four apart.
-template <class State, bool kStochastic, int kPieces>
-__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
-                                                 const float2 (&v)[kPieces * 8],
-                                                 const Rounding& rounding, const Lane& lane) {
-  const convert::RowScale row = convert::row_scale<State>(of_row(largest(v)));
-#pragma unroll
-  for (int J = 0; J < kPieces; ++J) {
-    float2 piece[8];
-#pragma unroll
-    for (int q = 0; q < 8; ++q) piece[q] = row.encoded(v[8 * J + q]);
-    *reinterpret_cast<uint4*>(to + 64 * J) =
-        encode_piece_of_row<State, kStochastic>(piece, rounding, offset + 64 * J);
-  }
-  if (lane.t == 0) *scale = row.decode;
-}
-
 // The lane's elements n of one piece of a row of B or C.
 template <int kPiece, class Act>
 __device__ __forceinline__ void load_piece(float (&v)[kPiece], const Act* row, int J, int t) {

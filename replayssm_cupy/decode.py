@@ -133,7 +133,7 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window,
         v["z"] is not None, processor(x.device),
     )  # fmt: skip
-    for field in ("heads_of_item", "items_of_group", "producers", "bytes_of_slot", "bytes_of_warp"):
+    for field in ("heads_of_item", "items_of_group", "bytes_of_warp"):
         setattr(record, field, getattr(spread, field))
     blocks = spread.blocks if batch else 0
     return Plan(
