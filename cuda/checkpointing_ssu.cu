@@ -117,7 +117,8 @@ struct Worker {
 
   __device__ __forceinline__ void ask_for_group(const Request& of_item) {
     const Window& window = of_item.window;
-    group().copy(params, of_item, next.group, window.start, window.live, spread_B);
+    group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
+    group().copy_tokens(params, of_item, next.group, spread_B);
     const int j = lane.index & 15;
     for (int i = lane.index >> 4; i < next.heads && j < window.live; i += 2) {
       const float* ring = dt_ring(params, of_item.slot, next.head + i);
@@ -126,25 +127,13 @@ struct Worker {
                      ring + row_offset(row, params.dt_cache_row_stride));
     }
     new_dt.load(params, of_item, next.head, next.heads, lane);
-    constant = load_constant();
-  }
-
-  __device__ __forceinline__ float load_constant() const {
-    const int head = next.head + min(lane.index % kHeadsOfItem, next.heads - 1);
-    const int which = lane.index / kHeadsOfItem;
-    if (which == 0) return convert::load_float(params.A, head * params.A_stride, params.A_type);
-    if (which == 1 && params.D != nullptr) {
-      return convert::load_float(params.D, head * params.D_stride, params.D_type);
-    }
-    if (which == 2 && params.dt_bias != nullptr) {
-      return convert::load_float(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
-    }
-    return 0.0f;
+    constant = load_constant(params, next.head, next.heads, lane);
   }
 
   __device__ __forceinline__ void ask_for_head(const Request& of_item, int head, int parity) const {
     const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
-    tile.copy(params, of_item, head, of_item.window.start, of_item.window.live, spread_x);
+    tile.copy_ring(params, of_item, head, of_item.window.start, of_item.window.live, spread_x);
+    tile.copy_tokens(params, of_item, head, spread_x);
     if constexpr (convert::kScaled<State>) {
       const float* from = scale_of(of_item, head);
       for (int p = lane.index; p < params.head_dim; p += 32) {
@@ -300,19 +289,11 @@ struct Worker {
       for (int k = 0; k < kStageSlabs; ++k) {
         const int first_row = (s * kStageSlabs + k) * kRows;
         if (k > 0 && first_row >= params.head_dim) break;
-        if constexpr (convert::kScaled<State>) scale_rows(acc[k], first_row, parity);
+        if constexpr (convert::kScaled<State>) {
+          scale_rows(acc[k], scales + parity * params.head_dim + first_row, lane);
+        }
         finish(acc[k], window, of_head, x, first_row, parity);
       }
-    }
-  }
-
-  __device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], int first_row,
-                                             int parity) const {
-    const float* scale = scales + parity * params.head_dim + first_row + lane.g;
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-      acc[tile][0] *= scale[0], acc[tile][1] *= scale[0];
-      acc[tile][2] *= scale[8], acc[tile][3] *= scale[8];
     }
   }
 
@@ -352,24 +333,12 @@ struct Worker {
     }
   }
 
-  // From the sums over the checkpoint to the outputs of a slab: decayed, the rows added, gated.
   __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Window& window,
-                                         const Weights<kTokenTiles>& weights, ptx::smem_t x,
+                                         const Weights<kTokenTiles>& of_head, ptx::smem_t x,
                                          int first_row, int parity) const {
-    uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, x + 2 * first_row);
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.decay[tile][i & 1];
-    }
-    add_rows<Act>(acc, weights, rows);
-    if (shape.gated) {
-      const unsigned char* z =
-          head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch + 2 * first_row;
-      gate<Act>(acc, z, shape.x_pitch, window, lane);
-    }
-    put_outputs(acc, y + first_row, shape.y_pitch() / 4, window, lane);
+    const unsigned char* z = head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch;
+    finish_slab<Act>(acc, of_head, x, shape.gated ? z : nullptr, shape.x_pitch, first_row, y,
+                     shape.y_pitch() / 4, window, lane);
   }
 };
 

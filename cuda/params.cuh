@@ -64,6 +64,7 @@ struct CheckpointingSsuParams {
   int philox_rounds, layer;           // of the random bits; layer -1 takes the seed as it is
   int heads_of_item, items_of_group;  // at most 8 heads; enough items for heads_per_group
   int bytes_of_warp;                  // of shared memory
+  int parts;                          // blocks of a head, in the small form
 };
 
 struct SelectiveStateUpdateParams {

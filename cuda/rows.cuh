@@ -143,9 +143,10 @@ struct HeadTile {
   unsigned char* x;
   const TileShape<Act, kDstate>& shape;
 
-  // Starts the copies: `count` rows of the ring from ring row `first` on, and the new tokens.
-  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params, const Request& request,
-                                       int head, int first, int count, const Spread& spread) const {
+  // Starts the copies of `count` rows of the ring from ring row `first` on.
+  __device__ __forceinline__ void copy_ring(const CheckpointingSsuParams& params,
+                                            const Request& request, int head, int first, int count,
+                                            const Spread& spread) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
     const ptx::smem_t to = ptx::to_smem(x) + 16 * spread.piece;
     for (int j = spread.row; j < count; j += spread.rows) {
@@ -153,7 +154,6 @@ struct HeadTile {
           to + j * shape.x_pitch,
           ring + row_offset(ring_row(first, j, params.ring_buffer_len), params.x_cache_row_stride));
     }
-    copy_tokens(params, request, head, spread);
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
@@ -187,16 +187,15 @@ struct GroupTile {
   const TileShape<Act, kDstate>& shape;
   static constexpr int kPitch = TileShape<Act, kDstate>::kPitch;
 
-  __device__ __forceinline__ void copy(const CheckpointingSsuParams& params, const Request& request,
-                                       int group, int first, int count,
-                                       const Spread& spread) const {
+  __device__ __forceinline__ void copy_ring(const CheckpointingSsuParams& params,
+                                            const Request& request, int group, int first, int count,
+                                            const Spread& spread) const {
     const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
     const ptx::smem_t to = ptx::to_smem(B()) + 16 * spread.piece;
     for (int j = spread.row; j < count; j += spread.rows) {
       ptx::cp_async16(to + j * kPitch, ring + row_offset(ring_row(first, j, params.ring_buffer_len),
                                                          params.B_cache_row_stride));
     }
-    copy_tokens(params, request, group, spread);
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,

@@ -47,6 +47,21 @@ struct NewDt {
   }
 };
 
+// A, D and dt_bias of some heads, one value a lane: 8 lanes each.
+__device__ __forceinline__ float load_constant(const CheckpointingSsuParams& params, int head,
+                                               int heads, const Lane& lane) {
+  head += min(lane.index % kHeadsOfItem, heads - 1);
+  const int which = lane.index / kHeadsOfItem;
+  if (which == 0) return convert::load_float(params.A, head * params.A_stride, params.A_type);
+  if (which == 1 && params.D != nullptr) {
+    return convert::load_float(params.D, head * params.D_stride, params.D_type);
+  }
+  if (which == 2 && params.dt_bias != nullptr) {
+    return convert::load_float(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
+  }
+  return 0.0f;
+}
+
 // ---- weights of the rows ------------------------------------------------------------------------
 
 // Products C_t . B_j of the rows read out, to `products` (t, j). Columns are summed in the order of
@@ -317,6 +332,37 @@ __device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], 
       }
     }
   }
+}
+
+// Takes the scales of rows g and g + 8 into the sums over a slab's codes.
+template <int kTokenTiles>
+__device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const float* scale,
+                                           const Lane& lane) {
+#pragma unroll
+  for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[tile][i] *= scale[lane.g + 8 * (i >> 1)];
+  }
+}
+
+// From the sums over the checkpoint to the outputs of a slab: decayed, the rows added, gated, and
+// handed on. `x` is as `transposed_x` gives it; `z`, or null, and `y` are their rows 0.
+template <class Act, int kTokenTiles>
+__device__ __forceinline__ void finish_slab(float (&acc)[kTokenTiles][4],
+                                            const Weights<kTokenTiles>& weights, ptx::smem_t x,
+                                            const unsigned char* z, int x_pitch, int first_row,
+                                            float* y, int y_pitch, const Window& window,
+                                            const Lane& lane) {
+  uint32_t rows[4];
+  ptx::ldmatrix_x4_trans(rows, x + 2 * first_row);
+#pragma unroll
+  for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.decay[tile][i & 1];
+  }
+  add_rows<Act>(acc, weights, rows);
+  if (z != nullptr) gate<Act>(acc, z + 2 * first_row, x_pitch, window, lane);
+  put_outputs(acc, y + first_row, y_pitch, window, lane);
 }
 
 // Rounds eight outputs that lie together and stores them.

@@ -24,7 +24,13 @@ from .arrays import (
 from .checked import check_step
 from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays
-from .keys import TOKENS_PER_TILE, CheckpointingSsuKey, Key, SelectiveStateUpdateKey
+from .keys import (
+    TOKENS_PER_TILE,
+    CheckpointingSsuKey,
+    Key,
+    SelectiveStateUpdateKey,
+    SmallCheckpointingSsuKey,
+)
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -33,7 +39,7 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, processor, schedule
+from .schedule import SLAB, prefers_small, processor, schedule, small_schedule
 
 _plans: dict[object, Plan] = {}
 
@@ -129,10 +135,18 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     if isinstance(key, SelectiveStateUpdateKey):
         threads = 32 * -(-head_dim // SLAB)
         return Plan(key, (batch * nheads, 1, 1), (threads, 1, 1), record, x.device)
+    device, gated = processor(x.device), v["z"] is not None
+    small = small_schedule(
+        key, batch, nheads, head_dim, npredicted, record.ring_buffer_len, gated, device
+    )
+    if small is not None and prefers_small(key, batch * nheads, npredicted, device):
+        record.parts = small.parts
+        key = SmallCheckpointingSsuKey(key.state_dtype, key.activation_dtype, dstate, tiles)
+        grid, threads = (batch * nheads * small.parts, 1, 1), 32 * (small.slabs + 1)
+        return Plan(key, grid, (threads, 1, 1), record, x.device, small.shared_bytes)
     spread = schedule(
-        key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window,
-        v["z"] is not None, processor(x.device),
-    )  # fmt: skip
+        key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window, gated, device
+    )
     for field in ("heads_of_item", "items_of_group", "bytes_of_warp"):
         setattr(record, field, getattr(spread, field))
     blocks = spread.blocks if batch else 0

@@ -40,11 +40,20 @@ class CheckpointingSsuKey:
     dstate: int
     token_tiles: int
     source: ClassVar[str] = "checkpointing_ssu.cu"
+    kernel: ClassVar[str] = "checkpointing_ssu"
 
     @property
     def name_expression(self) -> str:
         types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"checkpointing_ssu<{types}, {self.dstate}, {self.token_tiles}>"
+        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}>"
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCheckpointingSsuKey(CheckpointingSsuKey):
+    """The same step in the form for few heads."""
+
+    source: ClassVar[str] = "checkpointing_ssu_small.cu"
+    kernel: ClassVar[str] = "checkpointing_ssu_small"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,7 @@ def every_key() -> Iterator[Key]:
     tiles = range(1, MAX_TOKENS // TOKENS_PER_TILE + 1)
     for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tiles):
         yield CheckpointingSsuKey(*case)
+        yield SmallCheckpointingSsuKey(*case)
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()

@@ -58,7 +58,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_group bytes_of_warp""",
+            heads_of_item items_of_group bytes_of_warp parts""",
         ),
     ]
 

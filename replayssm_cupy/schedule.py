@@ -13,7 +13,8 @@ STAGES = 2  # of slabs, on their way or in use
 MOST_HEADS = 8  # of an item
 MOST_WARPS = 8  # of a block
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
-FORCE_WARPS = FORCE_HEADS = 0
+FORCE_WARPS = FORCE_HEADS = FORCE_PARTS = 0
+FORCE_SMALL = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ def processor(device: Device) -> Processor:
 
 
 _processors: dict[int, Processor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SmallSchedule:
+    """Blocks of a head, slabs of a block, and bytes of shared memory a block."""
+
+    parts: int
+    slabs: int
+    shared_bytes: int
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -100,3 +110,43 @@ def schedule(
     warps = max(1, min(FORCE_WARPS or MOST_WARPS, (device.shared_bytes - LIST_BYTES) // size))
     blocks = max(1, min(device.count, batch * nheads // heads_per_group * items))
     return Schedule(blocks, warps, heads, items, size)
+
+
+def small_schedule(
+    key: CheckpointingSsuKey,
+    batch: int,
+    nheads: int,
+    head_dim: int,
+    tokens: int,
+    ring_rows: int,
+    gated: bool,
+    device: Processor,
+) -> SmallSchedule | None:
+    """Parts of a head while multiprocessors are left over; None if a block would not fit."""
+    size = itemsize(key.state_dtype)
+    pitch = key.dstate * itemsize(key.activation_dtype) + 64
+    x_pitch = head_dim * itemsize(key.activation_dtype) + 16
+    rows = tokens * pitch + max((ring_rows + tokens) * pitch, key.dstate * 32)
+    rows += (ring_rows + (2 if gated else 1) * tokens) * x_pitch + tokens * (2 * x_pitch - 16)
+    words = tokens * SLAB + _round_up(tokens, 4) + _round_up(ring_rows + tokens, 4)
+    words += _round_up(17 * tokens, 4) + SLAB + 4
+    all_slabs = head_dim // SLAB
+    slabs = all_slabs
+    while slabs > 1 and FORCE_PARTS == 0 and (
+        batch * nheads * -(-all_slabs // slabs) * 2 <= device.count
+        or rows + 4 * words + slabs * SLAB * (key.dstate * size + 4) > device.shared_bytes
+    ):
+        slabs = -(-slabs // 2)
+    if FORCE_PARTS:
+        slabs = -(-all_slabs // FORCE_PARTS)
+    shared = _round_up(rows + 4 * words + slabs * SLAB * (key.dstate * size + 4), 128)
+    if shared > device.shared_bytes:
+        return None
+    return SmallSchedule(-(-all_slabs // slabs), slabs, shared)
+
+
+def prefers_small(key: CheckpointingSsuKey, heads: int, tokens: int, device: Processor) -> bool:
+    """Whether latency counts more than traffic: up to eight heads a multiprocessor."""
+    if FORCE_SMALL is not None:
+        return FORCE_SMALL
+    return heads <= 8 * device.count

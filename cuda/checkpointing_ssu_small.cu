@@ -1,0 +1,263 @@
+// The step of checkpointing_ssu.cu for few heads, where time is latency: the same phases, so the
+// same bits, in another order. Grid: one block per (batch row, head, part of the head), part
+// fastest; one warp per slab of 16 rows p, and one that prepares the weights meanwhile. The ring's
+// rows lie in shared memory by their places in the ring, so that nothing waits for the cursors but
+// the weights. Dead rows come along and are never used.
+#include "flush.cuh"
+
+using namespace replay;
+
+template <class State, class Act, int kDstate, int kTokenTiles>
+struct Head {
+  using Slab = SlabTile<State, kDstate>;
+
+  const CheckpointingSsuParams& params;
+  const Lane lane;
+  const int warp, slabs;  // of the block; the warp behind them prepares
+  const int head, first_row;
+  const TileShape<Act, kDstate> shape;
+  const WeightShape weight_shape;
+  unsigned char *const states, *const rows_of_group, *const x;
+  float *y, *scales, *products, *scales_of_C, *dt, *weights;
+
+  __device__ __forceinline__ Head(const CheckpointingSsuParams& p, unsigned char* memory, int h,
+                                  int part)
+      : params(p),
+        warp(threadIdx.x >> 5),
+        slabs(static_cast<int>(blockDim.x >> 5) - 1),
+        head(h),
+        first_row(part * slabs * kRows),
+        shape(p, p.ring_buffer_len),
+        weight_shape{p.npredicted},
+        states(memory),
+        rows_of_group(memory + slabs * Slab::kBytes),
+        x(rows_of_group + shape.group_bytes()) {
+    const int tokens = (shape.tokens + 3) & ~3;
+    y = reinterpret_cast<float*>(x + shape.head_bytes());
+    products = y + shape.tokens * (shape.y_pitch() / 4);
+    scales_of_C = products + kRows * shape.tokens;
+    dt = scales_of_C + tokens;  // of the ring, then of the new tokens
+    weights = dt + ((p.ring_buffer_len + shape.tokens + 3) & ~3);
+    scales = weights + weight_shape.words();
+  }
+
+  __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
+    return {rows_of_group, shape};
+  }
+  __device__ __forceinline__ bool prepares() const { return warp == slabs; }
+  __device__ __forceinline__ bool has_slab() const {
+    return warp < slabs && first_row + warp * kRows < params.head_dim;
+  }
+  __device__ __forceinline__ int row_of_warp() const { return first_row + warp * kRows; }
+  __device__ __forceinline__ State* state(const Request& request) const {
+    return static_cast<State*>(params.state) + request.slot * params.state_slot_stride +
+           head * params.state_head_stride + row_of_warp() * kDstate;
+  }
+  __device__ __forceinline__ float* scale(const Request& request) const {
+    return params.state_scale + request.slot * params.state_scale_slot_stride +
+           head * params.state_scale_head_stride + row_of_warp();
+  }
+
+  // Starts the copies of what belongs to the slot.
+  __device__ __forceinline__ void ask_for_slot(const Request& request) const {
+    if (has_slab()) {
+      const auto* from = reinterpret_cast<const unsigned char*>(state(request)) + 16 * lane.index;
+      Slab{states + warp * Slab::kBytes}.template copy<32>(from, lane.index);
+      if (convert::kScaled<State> && lane.index < kRows) {
+        ptx::cp_async4(ptx::to_smem(scales + warp * kRows + lane.index),
+                       scale(request) + lane.index);
+      }
+    }
+    const int rows = params.ring_buffer_len;
+    if (prepares()) {
+      const Spread spread(lane.index, 32, kDstate / 8);
+      group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread);
+      const float* ring = dt_ring(params, request.slot, head);
+      for (int j = lane.index; j < rows; j += 32) {
+        ptx::cp_async4(ptx::to_smem(dt + j), ring + row_offset(j, params.dt_cache_row_stride));
+      }
+    } else {
+      const HeadTile<Act, kDstate> tile = {x, shape};
+      tile.copy_ring(params, request, head, 0, rows, spread_x());
+    }
+  }
+
+  // Starts the copies of the new tokens.
+  __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
+    if (prepares()) {
+      const Spread spread(lane.index, 32, kDstate / 8);
+      group().copy_tokens(params, request, head / params.heads_per_group, spread);
+    } else {
+      const HeadTile<Act, kDstate> tile = {x, shape};
+      tile.copy_tokens(params, request, head, spread_x());
+    }
+  }
+
+  __device__ __forceinline__ Spread spread_x() const {
+    return Spread(threadIdx.x, 32 * slabs, params.head_dim / 8);
+  }
+
+  // The weights of the rows, by one warp. Lanes 0-15 have the rows read out, the others those
+  // folded.
+  __device__ __forceinline__ void prepare(const Window& window, const RowMap& map,
+                                          const NewDt<kTokenTiles>& new_dt, float constant) const {
+    new_dt.put(dt + params.ring_buffer_len, params, window.q, 1, constant, lane);
+    if (window.flush) prepare_B<State>(group(), map, window, lane);
+    __syncwarp();
+    const int j = lane.index & 15;
+    const bool folded = lane.index >= kRows && window.flush;
+    const bool live = j < (folded ? window.live : lane.index < kRows ? window.rows() : 0);
+    const int row = folded ? map.old_row(window, j) : map.row(window, j);
+    const float A = __shfl_sync(kAllLanes, constant, 0);
+    const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
+    const Decays decays(live ? dt[row] : 0.0f, A);
+    put_weights(weights, weight_shape, products, scales_of_C, decays, window, j, D,
+                lane.index < kRows);
+    if (window.flush) {
+      put_fold_weights(weights + weight_shape.fold(), decays, j, lane.index >= kRows);
+    }
+  }
+
+  // What needs C as it is, and then C beside the state's codes. A fold wants it as it is.
+  __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
+    put_products<Act, kDstate, kTokenTiles>(products, group(), map, window, lane);
+    __syncwarp();
+    for (int t = 0; t < window.q; ++t) {
+      float of_token = 1.0f;
+      if constexpr (kScaledC<State, Act>) {
+        if (!window.flush) of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
+      }
+      if (lane.index == 0) scales_of_C[t] = of_token;
+    }
+  }
+
+  __device__ __forceinline__ void fold(float (&acc)[kTokenTiles][4], const Request& request,
+                                       const RowMap& map) const {
+    const Window& window = request.window;
+    const FoldWeights fold_weights(weights + weight_shape.fold(), lane);
+    uint32_t rows[4];
+    ptx::ldmatrix_x4_trans(rows, transposed_x(x, shape.x_pitch, lane, [&](int j) {
+                                   return map.old_row(window, j);
+                                 }) + 2 * row_of_warp());
+    const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
+    State* to = state(request) + lane.g * kDstate + lane.t * static_cast<int>(16 / sizeof(State));
+    Target<State, kDstate> target{params, to, nullptr};
+    float decode[2] = {1.0f, 1.0f};
+    if constexpr (convert::kScaled<State>) {
+      target.scale = scale(request) + lane.g;
+      decode[0] = scales[warp * kRows + lane.g], decode[1] = scales[warp * kRows + lane.g + 8];
+    }
+    fold_slab<State, Act, kDstate>(acc, target, Slab{states + warp * Slab::kBytes}, group(), fold,
+                                   decode, window, lane);
+  }
+
+  __device__ __forceinline__ void read_out(float (&acc)[kTokenTiles][4],
+                                           const Window& window) const {
+    Readers<State, Act, kDstate, kTokenTiles> readers;
+    readers.load(group(), window, lane);
+    read_out_slab(acc, Slab{states + warp * Slab::kBytes}, readers, lane);
+    if constexpr (convert::kScaled<State>) scale_rows(acc, scales + warp * kRows, lane);
+  }
+
+  __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
+                                         const RowMap& map) const {
+    const Window& window = request.window;
+    const Weights<kTokenTiles> of_head(weights, weight_shape, window, lane);
+    const ptx::smem_t rows_x =
+        transposed_x(x, shape.x_pitch, lane, [&](int j) { return map.row(window, j); });
+    const unsigned char* z = x + (shape.old_rows + shape.tokens) * shape.x_pitch;
+    finish_slab<Act>(acc, of_head, rows_x, shape.gated ? z : nullptr, shape.x_pitch, row_of_warp(),
+                     y, shape.y_pitch() / 4, window, lane);
+    __syncwarp();
+    for (int i = lane.index; i < 2 * window.q; i += 32) {
+      const int t = i / 2, column = row_of_warp() + i % 2 * 8;
+      store_outputs<Act>(params, out_of_token(params, request, head, t) + column,
+                         y + t * (shape.y_pitch() / 4) + column);
+    }
+  }
+
+  // Writes the new rows: x of the block's slabs, dt, and B once per group.
+  __device__ __forceinline__ void append(const Request& request) const {
+    const Window& window = request.window;
+    const int group_index = head / params.heads_per_group;
+    const bool first = first_row == 0, of_group = first && head % params.heads_per_group == 0;
+    const int pieces = min(slabs * kRows, params.head_dim - first_row) / 8;
+    const int end = ring_row(window.start, window.live, params.ring_buffer_len);
+    for (int t = 0; t < window.q; ++t) {
+      const int row = ring_row(end, t, params.ring_buffer_len);
+      const unsigned char* new_x = x + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
+      Act* to = x_ring<Act>(params, request.slot, head) +
+                row_offset(row, params.x_cache_row_stride) + first_row;
+      if (lane.index < pieces) {
+        reinterpret_cast<uint4*>(to)[lane.index] =
+            reinterpret_cast<const uint4*>(new_x)[lane.index];
+      }
+      if (first && lane.index == 31) {
+        dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)] =
+            dt[params.ring_buffer_len + t];
+      }
+      if (of_group) {
+        to = B_ring<Act>(params, request.slot, group_index) +
+             row_offset(row, params.B_cache_row_stride);
+        const Act* new_B = B_of_token<Act>(params, request, group_index, t);
+        for (int i = lane.index; i < kDstate / 8; i += 32) {
+          reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(new_B)[i];
+        }
+      }
+    }
+  }
+};
+
+template <class State, class Act, int kDstate, int kTokenTiles>
+__global__ void __launch_bounds__(288, 1)
+    checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
+  const int unit = blockIdx.x / params.parts, part = blockIdx.x - unit * params.parts;
+  const int row = unit / params.nheads;
+  const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(),
+                                                     unit - row * params.nheads, part);
+  const Lane& lane = block.lane;
+  Request request = find_request(params, row);
+  if (request.slot < 0) {
+    if (params.zero_padding && block.has_slab()) {
+      for (int i = lane.index; i < request.window.q * kRows; i += 32) {
+        const int64_t index = out_of_token(params, request, block.head, i / kRows);
+        convert::store_float(params.out, index + block.row_of_warp() + i % kRows, params.out_type,
+                             0.0f);
+      }
+    }
+    return;
+  }
+  // Everything is asked for before anything is used.
+  block.ask_for_slot(request);
+  block.ask_for_tokens(request);
+  ptx::cp_async_commit();
+  NewDt<kTokenTiles> new_dt;
+  float constant = 0.0f;
+  if (block.prepares()) {
+    new_dt.load(params, request, block.head, 1, lane);
+    constant = load_constant(params, block.head, 1, lane);
+  }
+  read_cursors(params, request);
+  const Window& window = request.window;
+  const RowMap map = {window.start, params.ring_buffer_len};
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  if (kScaledC<State, Act>) {
+    if (block.prepares()) block.prepare_C(window, map);
+    __syncthreads();
+  }
+  float acc[kTokenTiles][4] = {};
+  if (block.prepares()) {
+    if (!kScaledC<State, Act>) block.prepare_C(window, map);
+    block.prepare(window, map, new_dt, constant);
+  } else if (block.has_slab() && !window.flush) {
+    block.read_out(acc, window);
+  }
+  __syncthreads();
+  if (block.prepares()) {
+    block.append(request);
+  } else if (block.has_slab() && (window.flush || window.q > 0)) {
+    if (window.flush) block.fold(acc, request, map);
+    block.finish(acc, request, map);
+  }
+}
