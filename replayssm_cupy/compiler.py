@@ -45,6 +45,12 @@ def target(capability: str) -> str:
     return f"sm_{capability}{'a' if capability in _STOCHASTIC_CVT else ''}"
 
 
+@functools.cache
+def capability(device: int) -> int:
+    """The compute capability of a device as its targets spell it: 90, 103."""
+    return int(import_cupy().cuda.Device(device).compute_capability)
+
+
 def _target_of(device: int) -> str:
     return target(import_cupy().cuda.Device(device).compute_capability)
 

@@ -5,9 +5,9 @@ A call whose shapes, strides, dtypes and devices were seen before reuses its pla
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from . import compiler, reference
@@ -21,9 +21,10 @@ from .arrays import (
     to_framework,
     view,
 )
+from .calls import MOST_CALLS, BoundCall, PlanPool, Seen
 from .checked import check_step
 from .checks import check_devices
-from .decode_checks import Options, Views, check_decode, check_host_arrays
+from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
 from .keys import TOKENS_PER_TILE, CheckpointingSsuKey, Key, SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
@@ -39,29 +40,83 @@ SLAB = 16  # rows p of a head; a warp owns one such slab or two
 _plans: dict[object, Plan] = {}
 
 
-def decode(views: Views, out: Any, options: Options) -> Any:
+def decode(views: Views, out: Any, options: Options, seen: Seen | None = None) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update."""
-    x, state = views["x"], views["state"]
-    assert x is not None and state is not None
+    x = views["x"]
+    assert x is not None
     fresh = out is None
     if fresh:
-        check_devices([state, x])
-        out = empty_like_framework(x, x.shape, x.dtype, x.device)
+        out = _empty_out(views)
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
-        signature = (options, *map(_signature, views.values()))
-        plan = _plans.get(signature)
-        if plan is None:
-            canonical, window = check_decode(views, options)
-            plan = _plans[signature] = _plan_decode(canonical, options, window)
+        plan = plan_of(views, options)
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options)
             _launch(plan, views)
+        if seen is not None and not options.check:
+            seen.arrays["out"] = out
+            seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
     else:
         canonical, window = check_decode(views, options)
         _run_on_host(canonical, options, window)
     return to_framework(out, x) if fresh else out
+
+
+def bind(
+    views: Views,
+    out: Any,
+    options: Options,
+    step: Callable[[Any], Any],
+    after: Callable[[], object] | None = None,
+) -> BoundCall:
+    """The step over these views as a call without arguments; nothing is launched yet.
+
+    `step` does all of it on a given `out`, where there is no kernel, in checked mode and for JAX,
+    which has to be waited for. `after` is called after each launch.
+    """
+    x = views["x"]
+    assert x is not None
+    if out is None:
+        if x.framework == "jax":
+            raise ValueError(
+                "out: expected an array to write at every call of a bound step, got None "
+                "(JAX arrays are immutable)"
+            )
+        out = _empty_out(views)
+    views["out"] = view(out, "out")
+    pool = None
+    if x.device.kind in launchers:
+        plan = plan_of(views, options)
+        with_jax = any(array is not None and array.framework == "jax" for array in views.values())
+        if plan.grid[0] and not options.check and not with_jax:
+            pool = PlanPool(pointing_to(plan, views), x._replace(owner=None))
+            if x.device.kind == "cuda":  # now, because a capture may be next
+                with device_guard(plan.device):
+                    compiler.function(plan.key, plan.device.index, current_stream(x))
+    else:
+        check_decode(views, options)
+    return BoundCall(pool, partial(step, out), views, out, after)
+
+
+def _empty_out(views: Views) -> Any:
+    x = views["x"]
+    assert x is not None
+    check_devices([views["state"], x])
+    return empty_like_framework(x, x.shape, x.dtype, x.device)
+
+
+def plan_of(views: Views, options: Options) -> Plan:
+    """The plan of a call with a launcher: checked and made, or one that was made before."""
+    signature = (options, *map(_signature, views.values()))
+    plan = _plans.get(signature)
+    if plan is None:
+        canonical, window = check_decode(views, options)
+        if len(_plans) >= MOST_CALLS:
+            _plans.clear()
+        plan = _plans[signature] = _plan_decode(canonical, options, window)
+        plan.pdl = options.enable_pdl
+    return plan
 
 
 def _signature(array: View | None) -> object:
@@ -71,17 +126,22 @@ def _signature(array: View | None) -> object:
     return array.ptr & 15, array.shape, array.strides, array.dtype, array.device, array.readonly
 
 
+def pointing_to(plan: Plan, views: Views) -> Plan:
+    """A copy of the plan whose record has the addresses of these views."""
+    plan = plan.copy()
+    for name, kind, *_ in plan.record._fields_:
+        if kind is ctypes.c_void_p:
+            array = views[name]
+            setattr(plan.record, name, array.ptr if array is not None else None)
+    return plan
+
+
 def _launch(plan: Plan, views: Views) -> None:
-    """Launches a copy of the plan's record, so that threads may share the plan."""
-    arrays = views.values()
-    record = type(plan.record).from_buffer_copy(plan.record)
-    pointers = [array.ptr if array is not None else 0 for array in arrays]
-    struct.pack_into(f"{len(pointers)}Q", record, 0, *pointers)
     x = views["x"]
     assert x is not None
     stream = current_stream(x)
-    replace(plan, record=record).launch(stream)
-    wait_for_jax(arrays, plan.device, stream)
+    pointing_to(plan, views).launch(stream)
+    wait_for_jax(views.values(), plan.device, stream)
 
 
 def wait_for_jax(arrays: Iterable[View | None], device: Device, stream: int) -> None:

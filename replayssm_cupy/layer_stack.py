@@ -20,7 +20,8 @@ from .arrays import (
     numpy_dtype,
     view,
 )
-from .checked import check_mode
+from .calls import BoundCall, Seen, SeenCalls
+from .checked import check_mode, everywhere
 from .checks import (
     Letters,
     check_devices,
@@ -35,7 +36,7 @@ from .checks import (
     optional_view,
     pad_output_is_zero,
 )
-from .decode import decode
+from .decode import bind, decode
 from .decode_checks import Options, check_layout, check_window
 from .keys import (
     ACTIVATION_DTYPES,
@@ -47,7 +48,6 @@ from .keys import (
     SCALED_DTYPES,
     STATE_DTYPES,
 )
-from .ops import token_views
 from .plan import launchers
 
 
@@ -308,6 +308,7 @@ class LayerStack:
         self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
         self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
         self._last_query_len: int | None = npredicted
+        self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
 
     @property
     def _first(self) -> dict[str, View]:
@@ -369,6 +370,7 @@ class LayerStack:
         force_flush: Any = None,
         pad_output: str = "zero",
         check: bool | str = False,
+        enable_pdl: bool = False,
     ) -> Any:
         """One decode step of one layer; arguments as in :func:`checkpointing_ssu`.
 
@@ -376,18 +378,101 @@ class LayerStack:
         `dt_softplus` is on, as Mamba-2 has it. Appends to the layer's rings, rewrites its states
         on flush, returns out in the caller's framework. Cursors stay until :meth:`advance`.
         """
-        views: dict[str, View | None] = {
-            **self._views[self._layer(layer)],
-            **token_views(x, dt, A, B, C, D, z, dt_bias),
-            "slots": optional_view(slots, "slots"),
-            "cu_seqlens": optional_view(cu_seqlens, "cu_seqlens"),
-            "force_flush": optional_view(force_flush, "force_flush"),
-            "rand_seed": optional_view(self.rand_seed, "rand_seed"),
+        key = (
+            (layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen)),
+            (dt_softplus, pad_output, enable_pdl),
+            (D is None, z is None, dt_bias is None, slots is None, cu_seqlens is None),
+            (force_flush is None, out is None, getattr(x, "shape", None)),
+        )
+        if check is False and not everywhere() and (call := self._seen().find(key)) is not None:
+            y = call.empty() if out is None and call.empty is not None else out
+            given = (x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush, y)
+            if call.launch(given):
+                self._last_query_len = call.query_len
+                return y
+        arrays = {
+            **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
+            **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
         }
+        views, options, q = self._step(
+            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl
+        )
+        y = decode(views, out, options, Seen(self._calls, key, arrays, q))
+        self._last_query_len = q
+        return y
+
+    def bind(
+        self,
+        layer: int,
+        x: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any = None,
+        z: Any = None,
+        dt_bias: Any = None,
+        *,
+        dt_softplus: bool = True,
+        slots: Any = None,
+        pad_slot_id: int = -1,
+        out: Any = None,
+        cu_seqlens: Any = None,
+        max_seqlen: int | None = None,
+        force_flush: Any = None,
+        pad_output: str = "zero",
+        check: bool | str = False,
+        enable_pdl: bool = False,
+    ) -> BoundCall:
+        """The step of :meth:`step` on these arrays, as a call without arguments.
+
+        Everything is checked (and, on a GPU, compiled) here, once; nothing is launched. Each call
+        of the result does the step on what the arrays hold by then, on the caller's current
+        stream, and returns `out`, which is allocated here if None. Write new tokens, slots and
+        lengths into the same arrays. Their memory must stay where it is: a tensor that is resized
+        or moved needs a new bind. Works on the CPU path too, and inside CUDA-graph captures.
+
+        Raises as :meth:`step`; ValueError if `out` is None beside a JAX x.
+        """
+        arrays = {
+            **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
+            **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
+        }
+        views, options, q = self._step(
+            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl
+        )
+
+        def step(out: Any) -> Any:
+            return self.step(
+                layer, **arrays, out=out, dt_softplus=dt_softplus, pad_slot_id=pad_slot_id,
+                pad_output=pad_output, max_seqlen=max_seqlen, check=check, enable_pdl=enable_pdl,
+            )  # fmt: skip
+
+        def after() -> None:
+            self._last_query_len = q
+
+        return bind(views, out, options, step, after)
+
+    def _step(
+        self,
+        layer: int,
+        arrays: dict[str, Any],
+        dt_softplus: bool,
+        pad_slot_id: int,
+        pad_output: str,
+        max_seqlen: int | None,
+        check: bool | str,
+        enable_pdl: bool,
+    ) -> tuple[dict[str, View | None], Options, int | None]:
+        """Views and options of a step, and its length if all sequences have the same."""
+        views: dict[str, View | None] = dict(self._views[self._layer(layer)])
+        for name, array in arrays.items():
+            views[name] = view(array, name) if name in _TOKENS else optional_view(array, name)
+        views["rand_seed"] = optional_view(self.rand_seed, "rand_seed")
         tokens = views["x"]
         assert tokens is not None
         q = tokens.shape[1] if len(tokens.shape) == 4 else 1
-        if cu_seqlens is not None:
+        if views["cu_seqlens"] is not None:
             q = check_optional_int("max_seqlen", max_seqlen) or 0
         if q > self.npredicted:
             raise ValueError(f"x: expected at most npredicted = {self.npredicted} tokens, got {q}")
@@ -400,10 +485,15 @@ class LayerStack:
             self.philox_rounds,
             layer,
             check_mode(check),
+            bool(enable_pdl),
         )
-        y = decode(views, out, options)
-        self._last_query_len = q if cu_seqlens is None else None
-        return y
+        return views, options, q if views["cu_seqlens"] is None else None
+
+    def _seen(self) -> SeenCalls:
+        """The calls that were seen before; they point to the seed, which a caller may replace."""
+        if self.rand_seed is not self._seed_of_calls:
+            self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
+        return self._calls
 
     def advance(
         self,
@@ -426,18 +516,30 @@ class LayerStack:
             raise ValueError(
                 "query_lens: expected lengths (batch,) after a step of variable length, got None"
             )
-        slot_ops.advance_ring(
-            self.ring_start,
-            self.prev_num_accepted_tokens,
-            num_accepted,
+        key = (
+            ("advance", pad_slot_id, type(pad_slot_id)),
+            (lengths, type(lengths)) if isinstance(lengths, int) else None,
+            (slots is None, reset is None, force_flush is None),
+            getattr(num_accepted, "shape", None),
+        )
+        arrays = {
+            **{"num_accepted": num_accepted, "slots": slots},
+            **{"reset": reset, "force_flush": force_flush},
+        }
+        if not isinstance(lengths, int):
+            arrays["query_lens"] = lengths
+        call = self._seen().find(key)
+        if call is not None and call.launch(arrays.values()):
+            return
+        own = {name: self._views[0][name] for name in ("ring_start", "prev_num_accepted_tokens")}
+        slot_ops.advance_views(
+            own | {"rand_seed": optional_view(self.rand_seed, "rand_seed")},
             lengths,
-            slots,
-            max_window=self.max_window,
-            ring_buffer_len=self.ring_buffer_len,
-            reset=reset,
-            force_flush=force_flush,
-            rand_seed=self.rand_seed,
-            pad_slot_id=pad_slot_id,
+            arrays,
+            self.max_window,
+            self.ring_buffer_len,
+            pad_slot_id,
+            Seen(self._calls, key, arrays),
         )
 
     def flush_slots(self, A: Sequence[Any], slots: Any = None, pad_slot_id: int = -1) -> None:
@@ -528,6 +630,7 @@ class LayerStack:
         )
 
 
+_TOKENS = ("x", "dt", "A", "B", "C")  # what every step brings
 _PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
 
 

@@ -33,16 +33,18 @@ MAY_IMPORT = {
     "__init__": {"errors", "layer_stack", "ops", "slots"},
     "__main__": {"compiler", "demo", "doctor", "errors"},
     # The library, from the outside in.
-    "layer_stack": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "keys",
-                    "ops", "plan", "slots"},
-    "slots": {"arrays", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
+    "layer_stack": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
+                    "keys", "plan", "slots"},
+    "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
               "reference"},
-    "ops": {"arrays", "checked", "checks", "decode", "decode_checks"},
-    "decode": {"arrays", "checked", "checks", "compiler", "decode_checks", "keys", "plan",
+    "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks"},
+    "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "keys", "plan",
                "reference"},
+    "calls": {"arrays", "checked", "checks", "plan"},
     "checked": {"arrays", "decode_checks", "errors", "keys", "plan"},
     "decode_checks": {"arrays", "checks", "errors", "keys", "plan"},
-    "plan": {"arrays", "compiler", "errors", "keys"},
+    "plan": {"arrays", "compiler", "driver", "errors", "keys"},
+    "driver": {"errors"},
     "compiler": {"errors", "keys"},
     "checks": {"arrays", "keys"},
     "arrays": {"errors"},
@@ -157,10 +159,10 @@ def test_importing_needs_nothing_optional():
 
 @pytest.mark.parametrize(
     ("word", "home"),
-    [("CUDA_DIR", "compiler"), ("RawModule", "compiler"), ("launchKernel", "plan")],
+    [("CUDA_DIR", "compiler"), ("RawModule", "compiler"), ("cuLaunchKernelEx", "driver")],
 )
 def test_one_home(word, home):
-    """Only the compiler opens `cuda/`, and only a plan launches."""
+    """Only the compiler opens `cuda/`, and only the driver's file launches."""
     code = {path.stem: path.read_text() for path in PACKAGE.glob("*.py")}
     # The doctor reports the folder and the demo's docstrings may mention words.
     users = {module for module, text in code.items() if re.search(rf"\b{word}\b", text)}
