@@ -34,6 +34,7 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
+from .scratch import SCRATCH
 
 SLAB = 16  # rows p of a head; a warp owns one such slab or two
 
@@ -227,7 +228,9 @@ def _index_type(array: View | None) -> int:
 
 
 def _run_on_host(v: Views, options: Options, max_window: int) -> None:
-    arrays: dict[str, Any] = {name: None if a is None else as_numpy(a) for name, a in v.items()}
+    arrays: dict[str, Any] = {
+        name: None if a is None else as_numpy(a) for name, a in v.items() if name not in SCRATCH
+    }
     storage = reference.Storage(
         arrays.pop("state"),
         arrays.pop("state_scale"),

@@ -33,6 +33,7 @@ from .checks import (
     check_scale,
     check_value,
     index_range,
+    named_device,
     optional_view,
     pad_output_is_zero,
 )
@@ -49,6 +50,7 @@ from .keys import (
     STATE_DTYPES,
 )
 from .plan import launchers
+from .scratch import check_algorithm
 
 
 class LayerStack:
@@ -130,7 +132,7 @@ class LayerStack:
             )
         if nheads % ngroups:
             raise ValueError(f"ngroups: expected a divisor of nheads = {nheads}, got {ngroups}")
-        where = _device(device)
+        where = named_device(device)
         _check_activation("activation_dtype", activation, where)
         rows = max_window + npredicted
 
@@ -371,6 +373,10 @@ class LayerStack:
         pad_output: str = "zero",
         check: bool | str = False,
         enable_pdl: bool = False,
+        cb_scaled: Any = None,
+        cumAdt_vec: Any = None,
+        cb_old: Any = None,
+        algorithm: str = "auto",
     ) -> Any:
         """One decode step of one layer; arguments as in :func:`checkpointing_ssu`.
 
@@ -380,23 +386,27 @@ class LayerStack:
         """
         key = (
             (layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen)),
-            (dt_softplus, pad_output, enable_pdl),
+            (dt_softplus, pad_output, enable_pdl, algorithm),
             (D is None, z is None, dt_bias is None, slots is None, cu_seqlens is None),
-            (force_flush is None, out is None, getattr(x, "shape", None)),
+            (force_flush is None, cb_scaled is None, cumAdt_vec is None, cb_old is None),
+            (out is None, getattr(x, "shape", None)),
         )
         if check is False and not everywhere() and (call := self._seen().find(key)) is not None:
             y = call.empty() if out is None and call.empty is not None else out
-            given = (x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush, y)
+            weights = cb_scaled, cumAdt_vec, cb_old
+            given = (x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush, *weights, y)
             if call.launch(given):
                 self._last_query_len = call.query_len
                 return y
         arrays = {
             **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
             **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
+            **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
         }
         views, options, q = self._step(
-            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl
-        )
+            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
+            algorithm,
+        )  # fmt: skip
         y = decode(views, out, options, Seen(self._calls, key, arrays, q))
         self._last_query_len = q
         return y
@@ -423,6 +433,10 @@ class LayerStack:
         pad_output: str = "zero",
         check: bool | str = False,
         enable_pdl: bool = False,
+        cb_scaled: Any = None,
+        cumAdt_vec: Any = None,
+        cb_old: Any = None,
+        algorithm: str = "auto",
     ) -> BoundCall:
         """The step of :meth:`step` on these arrays, as a call without arguments.
 
@@ -437,15 +451,18 @@ class LayerStack:
         arrays = {
             **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
             **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
+            **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
         }
         views, options, q = self._step(
-            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl
-        )
+            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
+            algorithm,
+        )  # fmt: skip
 
         def step(out: Any) -> Any:
             return self.step(
                 layer, **arrays, out=out, dt_softplus=dt_softplus, pad_slot_id=pad_slot_id,
                 pad_output=pad_output, max_seqlen=max_seqlen, check=check, enable_pdl=enable_pdl,
+                algorithm=algorithm,
             )  # fmt: skip
 
         def after() -> None:
@@ -463,6 +480,7 @@ class LayerStack:
         max_seqlen: int | None,
         check: bool | str,
         enable_pdl: bool,
+        algorithm: str,
     ) -> tuple[dict[str, View | None], Options, int | None]:
         """Views and options of a step, and its length if all sequences have the same."""
         views: dict[str, View | None] = dict(self._views[self._layer(layer)])
@@ -486,6 +504,7 @@ class LayerStack:
             layer,
             check_mode(check),
             bool(enable_pdl),
+            check_algorithm(algorithm),
         )
         return views, options, q if views["cu_seqlens"] is None else None
 
@@ -677,18 +696,3 @@ def _check_activation(name: str, dtype: str, device: Device) -> None:
         raise TypeError(
             f"{name}: expected one of {', '.join(allowed)} on {device.kind}, got {dtype}"
         )
-
-
-def _device(name: str) -> Device:
-    """The device that a user names; "auto" is the first GPU, or the CPU where there is none."""
-    if not isinstance(name, str):
-        raise TypeError(f"device: expected a string, got {type(name).__name__}")
-    kind, _, index = name.partition(":")
-    if kind == "cpu" and not index:
-        return Device("cpu")
-    if kind == "cuda" and (name == "cuda" or index.isdecimal()):
-        compiler.require_gpu(int(index or 0))
-        return Device("cuda", int(index or 0))
-    if name != "auto":
-        raise ValueError(f'device: expected "auto", "cpu", "cuda" or "cuda:1", got {name!r}')
-    return Device("cuda") if compiler.gpu_count() else Device("cpu")

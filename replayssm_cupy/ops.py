@@ -21,6 +21,7 @@ from .checks import (
 )
 from .decode import decode
 from .decode_checks import Options, Views
+from .scratch import SCRATCH, check_algorithm, check_hints
 
 
 def checkpointing_ssu(
@@ -49,6 +50,11 @@ def checkpointing_ssu(
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
     enable_pdl: bool = False,
+    cb_scaled: Any = None,
+    cumAdt_vec: Any = None,
+    cb_old: Any = None,
+    precompute_heads_per_cta: int = 0,
+    algorithm: str = "auto",
     *,
     max_window: int | None = None,
     force_flush: Any = None,
@@ -92,7 +98,7 @@ def checkpointing_ssu(
         float32 are rounded stochastically, the same way for the same seed, slot, head, row and
         column; None rounds to nearest.
     philox_rounds : of the random bits, 1 to 10.
-    d_split : None or 1; for callers of FlashInfer, this kernel needs no hint.
+    d_split : None, 1 or 2, a hint for FlashInfer's kernels that these do not need: no effect.
     cu_seqlens : (batch + 1,) int32, for sequences of different lengths: sequence i is the tokens
         cu_seqlens[i] to cu_seqlens[i + 1] - 1 of x (1, tokens, nheads, head_dim), and so on for
         dt, B, C, z and out. Empty sequences are left alone. A flush goes by the actual length.
@@ -101,6 +107,13 @@ def checkpointing_ssu(
     enable_pdl : launch the kernel so that it may start while the one ahead of it in the stream is
         still running (programmatic dependent launch); it waits before it reads what that may have
         written. Without effect before compute capability 9.0, and on the CPU path.
+    cb_scaled, cumAdt_vec, cb_old : scratch of the two-kernel algorithm, all three or none, from
+        :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
+        (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
+        rounded up to 8. Contiguous; written, and of no meaning between two calls.
+    precompute_heads_per_cta : 0 or more, a hint for FlashInfer's kernels: no effect.
+    algorithm : "monolith" (one kernel), "two-kernel" (needs the scratch) or "auto"; the outputs
+        are the same. Without effect on the CPU path.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same
@@ -132,11 +145,19 @@ def checkpointing_ssu(
     algorithm: ReplaySSM in FlashInfer (``checkpointing_ssu``), for the recurrence of Mamba-2.
     """
     key = (
-        (pad_slot_id, d_split, max_seqlen, philox_rounds, max_window),
-        (*map(type, (pad_slot_id, d_split, max_seqlen, philox_rounds, max_window)),),
-        (dt_softplus, pad_output, enable_pdl),
+        numbers := (
+            pad_slot_id,
+            max_seqlen,
+            philox_rounds,
+            max_window,
+            d_split,
+            precompute_heads_per_cta,
+        ),
+        (*map(type, numbers),),
+        (dt_softplus, pad_output, enable_pdl, algorithm),
         (D is None, z is None, dt_bias is None, state_batch_indices is None),
         (state_scale is None, rand_seed is None, cu_seqlens is None, force_flush is None),
+        (cb_scaled is None, cumAdt_vec is None, cb_old is None),
         (out is None, getattr(x, "shape", None)),
     )
     arrays = {
@@ -146,15 +167,15 @@ def checkpointing_ssu(
         **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
         **{"slots": state_batch_indices, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
         **{"rand_seed": rand_seed},
+        **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
     }
     if check is False and not everywhere():
         y = _calls.repeat(key, arrays, out)
         if y is not None:
             return y
-    optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed")
+    optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
     views = _views(arrays, optional)
-    if d_split not in (None, 1):
-        raise ValueError(f"d_split: expected None or 1, got {d_split!r}")
+    check_hints(d_split, precompute_heads_per_cta)
     options = Options(
         bool(dt_softplus),
         index_range("pad_slot_id", pad_slot_id),
@@ -164,6 +185,7 @@ def checkpointing_ssu(
         check_rounds(philox_rounds),
         check=check_mode(check),
         enable_pdl=bool(enable_pdl),
+        algorithm=check_algorithm(algorithm),
     )
     return decode(views, out, options, Seen(_calls, key, arrays))
 
