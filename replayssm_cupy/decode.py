@@ -29,14 +29,13 @@ from .keys import TOKENS_PER_TILE, CheckpointingSsuKey, Key, SelectiveStateUpdat
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
+    SLAB,
     CheckpointingSsuParams,
     Plan,
     SelectiveStateUpdateParams,
     launchers,
 )
 from .scratch import SCRATCH
-
-SLAB = 16  # rows p of a head; a warp owns one such slab or two
 
 _plans: dict[object, Plan] = {}
 

@@ -9,17 +9,18 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from . import compiler, driver
 from .arrays import Device, device_guard
 from .errors import ReplaySSMError
-from .keys import Key
+from .keys import CheckpointingSsuKey, Key, SelectiveStateUpdateKey
 
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
 MAX_BLOCKS = 2**31 - 1
+SLAB = 16  # rows p of a head; a warp owns one such slab or two
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
 
@@ -187,6 +188,21 @@ class Plan:
     def copy(self) -> Plan:
         """The same launch with a record of its own."""
         return replace(self, record=type(self.record).from_buffer_copy(self.record))
+
+
+class LaunchShape(NamedTuple):
+    """Of one block: its threads and its bytes of dynamic shared memory."""
+
+    threads: int
+    shared_bytes: int
+
+
+def launch_shape(key: Key, head_dim: int = 64) -> LaunchShape | None:
+    """The block of a decode kernel for heads of `head_dim` rows; None for all other kernels."""
+    if isinstance(key, CheckpointingSsuKey | SelectiveStateUpdateKey):
+        slabs = key.slabs if isinstance(key, CheckpointingSsuKey) else 1
+        return LaunchShape(32 * -(-head_dim // (SLAB * slabs)), 0)
+    return None
 
 
 class Launcher(Protocol):

@@ -31,7 +31,7 @@ CUDA = ROOT / "cuda"
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
     "__init__": {"errors", "layer_stack", "ops", "scratch", "slots"},
-    "__main__": {"compiler", "demo", "doctor", "errors"},
+    "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
     "layer_stack": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
                     "keys", "plan", "scratch", "slots"},
@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
+    "resources": {"compiler", "keys", "plan"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function.
