@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -197,6 +198,30 @@ def test_times_are_averaged_over_the_phases():
     two.us = 7.0
     timed = {"replay_us": (one, one.set_cursors), "plain_us": (two, None)}
     assert steps._times(timed, [(1.0, 0.5), (3.0, 0.5)]) == {"replay_us": 2.5, "plain_us": 7.0}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_kernels_of_the_ceilings_compile(arch):
+    """And the loads and stores that are timed are there, 16 bytes each, none optimised away."""
+    import timing
+
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        program = nvrtc.createProgram(timing.CEILINGS, "ceilings.cu", (), ())
+    except Exception as error:
+        pytest.skip(f"NVRTC is missing ({error})")
+    nvrtc.compileProgram(program, (f"-arch=compute_{arch[3:]}",))
+    _, read, flush = nvrtc.getPTX(program).decode().split(".entry ")
+    nvrtc.destroyProgram(program)
+    names = [part.split("(")[0] for part in (read, flush)]
+    if names[0] == "flush_first":
+        read, flush = flush, read
+    assert len(re.findall(r"ld\.global\S*\.v4", read)) == 16
+    assert len(re.findall(r"ld\.global\S*\.v4", flush)) == 8
+    assert len(re.findall(r"st\.global\.L2::cache_hint\.v4\.b32", flush)) == 8
+    assert "evict_last" in flush
 
 
 # --- Reports -------------------------------------------------------------------------------------

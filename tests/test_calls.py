@@ -397,6 +397,34 @@ def test_a_call_keeps_no_array_alive():
     assert [ref() for ref in watch] == [None, None]
 
 
+def test_torch_tensors_are_compared_in_one_call():
+    """Where this torch has what torch.compile uses, and whichever of the tensors are the same."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards"):
+        pytest.skip("this torch has no TensorGuards")
+    one, two, three = (torch.zeros(size) for size in (4, 8, 4))
+    kinds = kinds_of([one, two, three])
+    assert kinds is not None
+    assert isinstance(kinds.match.__self__, guards.TensorGuards)
+    for tensors, same in (
+        ((one, two, three), True),
+        ((three, two, one), True),
+        ((one, two, torch.zeros(4)), True),
+        ((one, two, two), False),
+        ((one, two, torch.zeros(4, dtype=torch.int32)), False),
+        ((one, two, torch.zeros(8)[::2]), False),
+        ((one, two, torch._neg_view(three)), False),
+        ((one, two, torch.zeros(4, device="meta")), False),
+        ((one, two, np.zeros(4, np.float32)), False),
+    ):
+        assert kinds.match(*tensors) == same
+    kinds = kinds_of([one, two, one])
+    assert kinds is not None
+    assert kinds.match(one, two, one) and kinds.match(three, two, three)
+    assert not kinds.match(one, two, two)
+
+
 def test_kinds_of_no_kind(put):
     one = put(np.zeros(4, np.float32))
     assert kinds_of([one, object()]) is None
