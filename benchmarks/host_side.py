@@ -55,7 +55,7 @@ def host_times() -> None:
     try:
         calls["torch tensors"] = _torch_calls()
     except ImportError as error:
-        print(f"torch tensors: torch cannot be imported ({error})")
+        print(f"torch tensors: {error}")
     for kind, named in calls.items():
         for name, call in named.items():
             print(f"host time of {name} with {kind}: {host_time(call, _synchronize):.1f} us")
@@ -119,6 +119,8 @@ def _calls(
 def _torch_calls() -> dict[str, Callable[[], Any]]:
     import torch
 
+    if not torch.cuda.is_available():
+        raise ImportError("torch finds no CUDA device")
     return _calls(
         lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"),
         lambda array: torch.from_numpy(array).cuda(),

@@ -102,12 +102,19 @@ def _states(case: Case) -> list[Any]:
 
 
 def _flashinfer(function: Any, case: Case) -> Launches:
+    """With scratch, so that FlashInfer chooses between its one kernel and its two."""
     import torch
+
+    from replayssm_cupy.scratch import peer_shapes
 
     shape, rows = case.shape, case.shape.window + case.tokens
     on = {"device": DEVICE}
     inputs = _inputs(case)
     out = torch.empty_like(inputs["x"])
+    if case.dtype not in SCALED:
+        for name, size in peer_shapes(shape.window).items():
+            dtype = torch.float32 if name == "cumAdt_vec" else torch.bfloat16
+            inputs[name] = torch.empty(case.batch, shape.nheads, *size, dtype=dtype, **on)
     start, prev = (torch.from_numpy(array).to(DEVICE) for array in (case.start, case.prev))
     launches = []
     for state in _states(case):

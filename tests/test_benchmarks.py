@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -367,6 +369,7 @@ def test_what_flashinfer_is_given(dtype, tokens, monkeypatch):
         assert torch.isfinite(out.float()).all() and (out != 0).any()
     assert given[0]["dt"].stride()[2:] == (1, 0)
     assert given[0]["D"].stride() == (1, 0)
+    assert ("cb_scaled" in given[0]) == (dtype not in workload.SCALED)
     launches.set_cursors(np.full(3, 17, np.int32), case.start)  # more than W: seen by the call
     with pytest.raises(ValueError, match=r"^prev_num_accepted_tokens: expected values from 0"):
         launches.calls[0]()
@@ -395,23 +398,108 @@ class Counted:
         return float(self.number)
 
 
-@pytest.mark.parametrize("more", [[], ["--cycle", "--pdl", "--algorithm", "two-kernel"]])
-def test_decode_on_the_cpu_path(more, monkeypatch, tmp_path, capsys):
-    """The command from end to end, with NumPy for CuPy and no clock."""
-    from types import SimpleNamespace
+@pytest.fixture
+def numpy_for_cupy(monkeypatch) -> SimpleNamespace:
+    """As much of CuPy as the benchmarks use, on NumPy's memory: work is done at once, and a graph
+    only counts. `free` is the GPU's free memory, of which every replay takes `leak` bytes."""
+    state = SimpleNamespace(free=1000, leak=0, replays=0)
 
-    import timing
+    class Graph:
+        def launch(self, stream: object) -> None:
+            state.replays += 1
+            state.free -= state.leak
 
-    synchronize = SimpleNamespace(synchronize=lambda: None)
-    names = ("asarray", "exp", "broadcast_to")
+    class Stream(contextlib.nullcontext):
+        def __init__(self, non_blocking: bool) -> None:
+            super().__init__()
+
+        def synchronize(self) -> None:
+            pass
+
+        def begin_capture(self) -> None:
+            pass
+
+        def end_capture(self) -> Graph:
+            return Graph()
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.at = state.replays
+
+        def synchronize(self) -> None:
+            pass
+
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+        Stream=Stream,
+        Event=Event,
+        get_elapsed_time=lambda start, end: (end.at - start.at) / 500,
+        runtime=SimpleNamespace(memGetInfo=lambda: (state.free, 5000)),
+    )
+    pool = SimpleNamespace(used_bytes=lambda: 7, total_bytes=lambda: 9)
+    names = {name: getattr(np, name) for name in ("asarray", "exp", "broadcast_to", "zeros")}
     fake = SimpleNamespace(
-        **{name: getattr(np, name) for name in names},
-        cuda=SimpleNamespace(Device=lambda: synchronize),
-        ndarray=np.ndarray,
+        **names, cuda=cuda, ndarray=np.ndarray, get_default_memory_pool=lambda: pool
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     on_cpu = ssm.LayerStack
-    monkeypatch.setattr(ssm, "LayerStack", lambda *a, **k: on_cpu(*a, **(k | {"device": "cpu"})))
+
+    def make(*arguments: object, **more: object) -> ssm.LayerStack:
+        return on_cpu(*arguments, **(more | {"device": "cpu"}))
+
+    make.from_arrays = on_cpu.from_arrays
+    monkeypatch.setattr(ssm, "LayerStack", make)
+    return state
+
+
+def test_time_of_a_graph(numpy_for_cupy):
+    """Two microseconds a replay by the clock, over the launches in it."""
+    import timing
+
+    calls: list[int] = []
+    replay = timing.Replay([lambda: calls.append(0)] * 4)
+    assert len(calls) == 2 + 4  # warm-up and capture
+    assert replay.time(5) == pytest.approx(2 / 4)
+    assert numpy_for_cupy.replays == 5
+
+
+@pytest.mark.parametrize("leak", [0, 8])
+def test_memory(numpy_for_cupy, leak, capsys):
+    numpy_for_cupy.leak = leak
+    assert bench.main(["memory", "--steps", "3"]) == (1 if leak else 0)
+    printed = capsys.readouterr().out
+    assert f"after 3 eager steps: {4000 + leak} bytes in use on the GPU, pool 7 used" in printed
+    assert numpy_for_cupy.replays == 1 + 3
+    assert printed.endswith("memory changed\n" if leak else "memory stays the same\n")
+
+
+def test_host(numpy_for_cupy, monkeypatch, capsys):
+    """With a torch that has no GPU: a line, and CuPy's times."""
+
+    def no_torch() -> None:
+        raise ImportError("torch finds no CUDA device")
+
+    monkeypatch.setattr(host_side, "_torch_calls", no_torch)
+    monkeypatch.setattr(host_side, "first_call", lambda: None)
+    monkeypatch.setattr(
+        host_side, "host_time", lambda call, synchronize: 1.5 if call() is None else 2.5
+    )
+    assert bench.main(["host"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "torch tensors: torch finds no CUDA device"
+    assert others == [
+        "host time of one eager stack.step with CuPy arrays: 2.5 us",
+        "host time of one eager stack.step that allocates out with CuPy arrays: 2.5 us",
+        "host time of one bound step with CuPy arrays: 2.5 us",
+        "host time of one eager stack.advance with CuPy arrays: 1.5 us",
+    ]
+
+
+@pytest.mark.parametrize("more", [[], ["--cycle", "--pdl", "--algorithm", "two-kernel"]])
+def test_decode_on_the_cpu_path(more, numpy_for_cupy, monkeypatch, tmp_path, capsys):
+    """The command from end to end, with NumPy for CuPy and no clock."""
+    import timing
+
     monkeypatch.setattr(steps, "Replay", Counted)
     monkeypatch.setattr(steps, "flush_first_time", lambda moved, layers: 3.0)
     monkeypatch.setattr(steps, "BYTES_OF_CACHES", 1)
