@@ -17,6 +17,7 @@ from .checks import ALIGNMENT
 from .plan import Plan, launchers
 
 MOST_CALLS = 4096  # kept of one stack or function
+MOST_KINDS = 4  # of arrays that are remembered of one call
 
 
 class PlanPool:
@@ -136,26 +137,29 @@ class SeenCalls:
     __slots__ = ("_calls",)
 
     def __init__(self) -> None:
-        self._calls: dict[object, SeenCall] = {}
+        self._calls: dict[object, tuple[SeenCall, ...]] = {}
 
-    def find(self, key: object) -> SeenCall | None:
+    def repeat(
+        self, key: object, arrays: Iterable[Any], out: Any = None
+    ) -> tuple[SeenCall, Any] | None:
+        """The call of `key` on these arrays, launched, and its `out`; None if it must be checked.
+
+        An `out` that is None is allocated, where the call has one.
+        """
         try:
-            return self._calls.get(key)
+            calls = self._calls.get(key, ())
         except TypeError:  # an argument that cannot be hashed, so none that is right
             return None
-
-    def repeat(self, key: object, arrays: dict[str, Any], out: Any) -> Any:
-        """`out`, written by the call of `key` on these arrays; None if it must be checked."""
-        call = self.find(key)
-        if call is None:
-            return None
-        y = call.empty() if out is None and call.empty is not None else out
-        return y if call.launch((*arrays.values(), y)) else None
+        for call in calls:
+            y = call.empty() if out is None and call.empty is not None else out
+            if call.launch((*arrays, y)):
+                return call, y
+        return None
 
     def add(self, key: object, call: SeenCall) -> None:
         if len(self._calls) >= MOST_CALLS:
             self._calls.clear()
-        self._calls[key] = call
+        self._calls[key] = (call, *self._calls.get(key, ()))[:MOST_KINDS]
 
 
 class Seen(NamedTuple):

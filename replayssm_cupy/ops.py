@@ -170,9 +170,9 @@ def checkpointing_ssu(
         **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
     }
     if check is False and not everywhere():
-        y = _calls.repeat(key, arrays, out)
-        if y is not None:
-            return y
+        repeated = _calls.repeat(key, arrays.values(), out)
+        if repeated is not None:
+            return repeated[1]
     optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
     views = _views(arrays, optional)
     check_hints(d_split, precompute_heads_per_cta)
@@ -236,9 +236,9 @@ def selective_state_update(
         **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
         **{"slots": state_batch_indices, "rand_seed": rand_seed},
     }
-    y = _plain_calls.repeat(key, arrays, out)
-    if y is not None:
-        return y
+    repeated = _plain_calls.repeat(key, arrays.values(), out)
+    if repeated is not None:
+        return repeated[1]
     options = Options(
         bool(dt_softplus),
         index_range("pad_slot_id", pad_slot_id),

@@ -117,8 +117,7 @@ def advance_ring(
     if not isinstance(query_lens, int):
         given["query_lens"] = query_lens
     arrays = own | given
-    call = _advances.find(key)
-    if call is not None and call.launch(arrays.values()):
+    if _advances.repeat(key, arrays.values()) is not None:
         return
     views = {
         name: optional_view(array, name) if name == "rand_seed" else view(array, name)

@@ -184,7 +184,7 @@ def test_a_repeated_call_is_the_same_launch(make, put, recorder, unchecked):
     function(**one)
     expected = recorder.latest()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls.SeenCalls, "find", lambda seen, key: None)
+        patch.setattr(calls.SeenCalls, "repeat", lambda seen, *arguments: None)
         function(**two)  # goes all the way again
     other = recorder.latest()
     assert other != expected
@@ -278,6 +278,29 @@ def test_options_of_another_type_are_not_taken_for_equal(make, put, recorder):
     assert recorder.launches[-1][0].record.pad_slot_id == 2
     function(**given, pad_slot_id=1)
     assert recorder.launches[-1][0].record.pad_slot_id == 1
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_kinds_that_take_turns_are_all_remembered(make, put, recorder, unchecked):
+    """Buffers of two layouts, for instance; of more than a few the latest are kept."""
+    function, arguments, _ = make(put)
+    name = "query_lens" if "query_lens" in arguments() else "A"
+    forms = []
+    for stride in range(1, calls.MOST_KINDS + 2):
+        given = arguments()
+        spread = np.repeat(np.asarray(given[name]), stride)
+        forms.append(given | {name: put(spread)[::stride]})
+    records = []
+    for given in forms:
+        function(**given)
+        records.append(recorder.latest())
+    unchecked()
+    for _ in range(2):
+        for given, record in list(zip(forms, records, strict=True))[1:]:
+            function(**given)
+            assert recorder.latest() == record
+    with pytest.raises(AssertionError, match="checked again"):
+        function(**forms[0])
 
 
 def test_layers_are_told_apart(put, recorder):
