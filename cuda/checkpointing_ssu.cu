@@ -349,6 +349,8 @@ constexpr int kMostThreads = 256;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
   for (int first = 0; first < params.batch; first += kMostListed) {

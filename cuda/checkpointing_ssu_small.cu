@@ -211,6 +211,8 @@ struct Head {
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(288, 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   const int unit = blockIdx.x / params.parts, part = blockIdx.x - unit * params.parts;
   const int row = unit / params.nheads;
   const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(),

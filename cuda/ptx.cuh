@@ -80,31 +80,22 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- barriers in shared memory ------------------------------------------------------------------
+// ---- programmatic dependent launch, from sm_90 on -----------------------------------------------
 
-__device__ __forceinline__ void mbarrier_init(smem_t bar, unsigned count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive(smem_t bar) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(bar)
-               : "memory");
-}
-
-// Waits for the end of the phase of this parity.
 #if __CUDA_ARCH__ >= 900
-#define PTX_MBARRIER_WAIT "mbarrier.try_wait.parity"
+#define PTX_SM90(...) asm volatile(__VA_ARGS__)
 #else
-#define PTX_MBARRIER_WAIT "mbarrier.test_wait.parity"
+#define PTX_SM90(...)
 #endif
-__device__ __forceinline__ void mbarrier_wait_parity(smem_t bar, unsigned parity) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "AGAIN: " PTX_MBARRIER_WAIT
-      ".shared.b64 done, [%0], %1;\n"
-      "@!done bra AGAIN; }" ::"r"(bar),
-      "r"(parity)
-      : "memory");
+
+// Waits until the kernels ahead in the stream are complete and their writes are seen.
+__device__ __forceinline__ void grid_dependency_wait() {
+  PTX_SM90("griddepcontrol.wait;" :: : "memory");
+}
+
+// Lets the next kernel in the stream start; it waits for itself.
+__device__ __forceinline__ void grid_dependency_launch() {
+  PTX_SM90("griddepcontrol.launch_dependents;");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from .errors import ReplaySSMError
 from .layer_stack import LayerStack
 from .ops import checkpointing_ssu, selective_state_update
+from .scratch import allocate_scratch
 from .slots import advance_ring, load_state, reset_slots, warm_up
 
 __version__ = "0.1.0"
@@ -11,6 +12,7 @@ __all__ = [
     "LayerStack",
     "ReplaySSMError",
     "advance_ring",
+    "allocate_scratch",
     "checkpointing_ssu",
     "load_state",
     "reset_slots",

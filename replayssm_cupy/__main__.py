@@ -37,7 +37,9 @@ def _parser(with_demo: bool) -> argparse.ArgumentParser:
         add_arguments(demo)
     doctor = commands.add_parser("doctor", help="what this machine has, lacks, and what mends it")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    kernels = commands.add_parser("kernels", help="registers, shared memory, spills; needs no GPU")
+    kernels = commands.add_parser(
+        "kernels", help="registers, shared memory, spills, occupancy; needs no GPU"
+    )
     kernels.add_argument("--arch", default="sm_90", help="target, such as sm_90 or sm_100")
     kernels.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -52,9 +54,9 @@ def _run(args: argparse.Namespace) -> int:
         from . import doctor
 
         return doctor.run(args.json)
-    from . import compiler
+    from . import resources
 
-    return compiler.print_kernels(args.arch, args.json)
+    return resources.print_kernels(args.arch, args.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -159,15 +159,25 @@ def empty_like_framework(like: View, shape: tuple[int, ...], dtype: str, device:
     to `to_framework`; likewise for arrays that are only known by DLPack. Raises ReplaySSMError if
     CuPy is needed and missing.
     """
+    return allocator(like, shape, dtype, device)()
+
+
+def allocator(like: View, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+    """:func:`empty_like_framework` as a function that makes such an array at every call."""
     if like.framework == "torch":
         torch: Any = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=str(device))
+        where = torch.device(str(device))
+        return partial(torch.empty, shape, dtype=getattr(torch, dtype), device=where)
     if device.kind == "cpu":
-        return np.empty(shape, _DTYPES[dtype])
-    with device_guard(device):
-        if dtype == "float8_e4m3fn":  # CuPy makes no such array, but views one
-            return _cupy().empty(shape, np.uint8).view(_DTYPES[dtype])
-        return _cupy().empty(shape, _DTYPES[dtype])
+        return partial(np.empty, shape, _DTYPES[dtype])
+
+    def on_device() -> Any:
+        with device_guard(device):
+            if dtype == "float8_e4m3fn":  # CuPy makes no such array, but views one
+                return _cupy().empty(shape, np.uint8).view(_DTYPES[dtype])
+            return _cupy().empty(shape, _DTYPES[dtype])
+
+    return on_device
 
 
 def to_framework(array: Any, like: View) -> Any:
@@ -191,12 +201,119 @@ def current_stream(view: View) -> int:
 
     That is torch's current stream for torch tensors and CuPy's for all others.
     """
+    return stream_reader(view)()
+
+
+def stream_reader(view: View) -> Callable[[], int]:
+    """A function that returns :func:`current_stream`, whatever that is by then."""
+    index = view.device.index
     if view.device.kind == "cpu":
-        return 0
+        return int
     if view.framework == "torch":
         torch: Any = sys.modules["torch"]
-        return int(torch._C._cuda_getCurrentRawStream(view.device.index))
-    return int(_cupy().cuda.get_current_stream(view.device.index).ptr)
+        try:
+            return partial(torch._C._cuda_getCurrentRawStream, index)
+        except AttributeError:
+            return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+    current: Any = _cupy().cuda.get_current_stream
+    return lambda: int(current(index).ptr)
+
+
+class Kinds:
+    """Of arrays of one framework: type, dtype, shape, strides and device, quickly compared.
+
+    Calls that come again with other arrays of the same kinds need not look at each of them.
+    """
+
+    __slots__ = ("address", "match")
+
+    match: Callable[..., bool]  # whether as many arrays are of these kinds
+    address: Callable[[Any], int]  # of one array that matches
+
+    def __init__(self, match: Callable[..., bool], address: Callable[[Any], int]) -> None:
+        self.match, self.address = match, address
+
+
+def kinds_of(arrays: Sequence[Any]) -> Kinds | None:
+    """The kinds of torch tensors, or of CuPy or NumPy arrays; None for all others, and mixtures."""
+    for module, name, find in (
+        ("torch", "Tensor", _torch_kinds),
+        ("cupy", "ndarray", _strided_kinds),
+        ("numpy", "ndarray", _strided_kinds),
+    ):
+        base = getattr(sys.modules.get(module), name, None)
+        if base is not None and all(isinstance(array, base) for array in arrays):
+            return find(arrays)
+    return None
+
+
+def _torch_kinds(tensors: Sequence[Any]) -> Kinds:
+    torch: Any = sys.modules["torch"]
+    match: Callable[..., bool] = _Matcher(_torch_kind, tensors)
+    try:
+        # What torch.compile tests its inputs with: one call for all tensors, none of them twice.
+        first = [next(i for i, other in enumerate(tensors) if other is one) for one in tensors]
+        unique = sorted(set(first))
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *(tensors[i] for i in unique), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+        quick = guards.check if len(unique) == len(first) else _Repeated(guards.check, first)
+        if quick(*tensors):
+            match = quick
+    except Exception:  # another version of torch: compare piece by piece
+        pass
+    return Kinds(match, torch.Tensor.data_ptr)
+
+
+class _Repeated:
+    """A guard of distinct tensors for calls in which some occur more than once."""
+
+    __slots__ = ("_check", "_copies", "_unique")
+
+    def __init__(self, check: Callable[..., bool], first: Sequence[int]) -> None:
+        self._check = check
+        self._unique = sorted(set(first))
+        self._copies = [pair for pair in enumerate(first) if pair[0] != pair[1]]
+
+    def __call__(self, *tensors: Any) -> bool:
+        return all(tensors[i] is tensors[j] for i, j in self._copies) and self._check(
+            *[tensors[i] for i in self._unique]
+        )
+
+
+def _torch_kind(tensor: Any) -> object:
+    shape, strides = tensor.shape, tensor.stride()
+    return type(tensor), tensor.dtype, shape, strides, tensor.device, tensor.is_neg()
+
+
+def _strided_kinds(arrays: Sequence[Any]) -> Kinds:
+    if isinstance(arrays[0], np.ndarray):
+        return Kinds(_Matcher(_numpy_kind, arrays), lambda array: int(array.ctypes.data))
+    return Kinds(_Matcher(_cupy_kind, arrays), lambda array: int(array.data.ptr))
+
+
+def _numpy_kind(array: np.ndarray[Any, Any]) -> object:
+    return type(array), array.dtype, array.shape, array.strides, array.flags.writeable
+
+
+def _cupy_kind(array: Any) -> object:
+    return type(array), array.dtype, array.shape, array.strides, array.data.device_id
+
+
+class _Matcher:
+    """Compares arrays with those that it was made of, by what `kind` says of each."""
+
+    __slots__ = ("_expected", "_kind")
+
+    def __init__(self, kind: Callable[[Any], object], arrays: Sequence[Any]) -> None:
+        self._kind = kind
+        self._expected = [kind(array) for array in arrays]
+
+    def __call__(self, *arrays: Any) -> bool:
+        try:
+            return [self._kind(array) for array in arrays] == self._expected
+        except (AttributeError, RuntimeError):  # another framework, or no strided memory
+            return False
 
 
 class device_guard:  # noqa: N801  # used like a function

@@ -20,8 +20,23 @@ def check_mode(check: bool | str) -> bool | str:
     """What `check` and the environment ask for: False, True or "finite"."""
     if check not in (False, True, "finite"):
         raise ValueError(f'check: expected False, True or "finite", got {check!r}')
-    everywhere: dict[str, bool | str] = {"1": True, "finite": "finite"}
-    return check or everywhere.get(os.environ.get("REPLAYSSM_CHECK", ""), False)
+    return check or everywhere()
+
+
+def everywhere() -> bool | str:
+    """What REPLAYSSM_CHECK asks of every call."""
+    return _MODES.get(_environment.get(_VARIABLE), False)
+
+
+# The dictionary behind os.environ, which is read at every step, costs a tenth of os.environ.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_encode: Any = getattr(os.environ, "encodekey", str)
+_VARIABLE = _encode("REPLAYSSM_CHECK")
+_MODES: dict[object, bool | str] = {
+    spelling: mode
+    for value, mode in (("1", True), ("finite", "finite"))
+    for spelling in (value, _encode(value))
+}
 
 
 def check_step(plan: Plan, views: Views, options: Options) -> None:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .arrays import View, contiguous_from, itemsize, require_inplace, view
+from . import compiler
+from .arrays import Device, View, contiguous_from, itemsize, require_inplace, view
 from .keys import SCALED_DTYPES
 
 ALIGNMENT = 16  # bytes of a vector load
@@ -200,3 +201,18 @@ def check_seed(seed: View | None) -> None:
         check_dtype(seed, ("int64",))
         if math.prod(seed.shape) != 1:
             raise ValueError(f"{seed.name}: expected one element, got shape {seed.shape}")
+
+
+def named_device(name: str) -> Device:
+    """The device that a user names; "auto" is the first GPU, or the CPU where there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"device: expected a string, got {type(name).__name__}")
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return Device("cpu")
+    if kind == "cuda" and (name == "cuda" or index.isdecimal()):
+        compiler.require_gpu(int(index or 0))
+        return Device("cuda", int(index or 0))
+    if name != "auto":
+        raise ValueError(f'device: expected "auto", "cpu", "cuda" or "cuda:1", got {name!r}')
+    return Device("cuda") if compiler.gpu_count() else Device("cpu")

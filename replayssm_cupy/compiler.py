@@ -10,22 +10,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 import pathlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ReplaySSMError
-from .keys import Key, every_key
+from .keys import Key
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 CUDA_DIR = next((d for d in (_PACKAGE / "cuda", _PACKAGE.parent / "cuda") if d.is_dir()), _PACKAGE)
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 # Devices whose stochastic rounding in hardware exists in the "a" variant of their target only.
-_STOCHASTIC_CVT = ("100", "103")
+STOCHASTIC_CVT = ("100", "103")
 _INSTALL = 'pip install "replayssm_cupy[cuda13]" (or [cuda12] for a CUDA 12 driver)'
 
 _functions: dict[tuple[Key, int], int] = {}
@@ -42,7 +41,13 @@ def source_digest() -> str:
 
 def target(capability: str) -> str:
     """The target for a device of this compute capability, as CuPy spells it: "90", "103"."""
-    return f"sm_{capability}{'a' if capability in _STOCHASTIC_CVT else ''}"
+    return f"sm_{capability}{'a' if capability in STOCHASTIC_CVT else ''}"
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """The compute capability of a device as its targets spell it: 90, 103."""
+    return int(import_cupy().cuda.Device(device).compute_capability)
 
 
 def _target_of(device: int) -> str:
@@ -235,22 +240,3 @@ def by_source(keys: Iterable[Key]) -> dict[str, list[Key]]:
     for key in keys:
         groups[key.source].append(key)
     return dict(groups)
-
-
-def print_kernels(arch: str, as_json: bool = False) -> int:
-    """Compiles every instance for ``arch`` and prints what each needs. Needs NVRTC, no GPU."""
-    known = (*TARGETS, *(f"sm_{capability}a" for capability in _STOCHASTIC_CVT))
-    if arch not in known:
-        raise ValueError(f"arch: expected one of {', '.join(known)}, got {arch}")
-    rows = [row for keys in by_source(every_key()).values() for row in compile_cubin(keys, arch)[1]]
-    rows.sort(key=lambda row: row.kernel)
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-        return 0
-    print(f"{'kernel (' + arch + ')':46} registers  shared B  spilled B  stack B")
-    for row in rows:
-        print(
-            f"{row.kernel:46} {row.registers:9}  {row.shared_bytes:8}  {row.spill_bytes:9}"
-            f"  {row.stack_bytes:7}"
-        )
-    return 0

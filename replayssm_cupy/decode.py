@@ -5,9 +5,9 @@ A call whose shapes, strides, dtypes and devices were seen before reuses its pla
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from . import compiler, reference
@@ -21,16 +21,11 @@ from .arrays import (
     to_framework,
     view,
 )
+from .calls import MOST_CALLS, BoundCall, PlanPool, Seen
 from .checked import check_step
 from .checks import check_devices
-from .decode_checks import Options, Views, check_decode, check_host_arrays
-from .keys import (
-    TOKENS_PER_TILE,
-    CheckpointingSsuKey,
-    Key,
-    SelectiveStateUpdateKey,
-    SmallCheckpointingSsuKey,
-)
+from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
+from .keys import SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -39,34 +34,89 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, prefers_small, processor, schedule, small_schedule
+from .schedule import SLAB, Step, processor, schedule
+from .scratch import SCRATCH
 
 _plans: dict[object, Plan] = {}
 
 
-def decode(views: Views, out: Any, options: Options) -> Any:
+def decode(views: Views, out: Any, options: Options, seen: Seen | None = None) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update."""
-    x, state = views["x"], views["state"]
-    assert x is not None and state is not None
+    x = views["x"]
+    assert x is not None
     fresh = out is None
     if fresh:
-        check_devices([state, x])
-        out = empty_like_framework(x, x.shape, x.dtype, x.device)
+        out = _empty_out(views)
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
-        signature = (options, *map(_signature, views.values()))
-        plan = _plans.get(signature)
-        if plan is None:
-            canonical, window = check_decode(views, options)
-            plan = _plans[signature] = _plan_decode(canonical, options, window)
+        plan = plan_of(views, options)
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options)
             _launch(plan, views)
+        if seen is not None and not options.check:
+            seen.arrays["out"] = out
+            seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
     else:
         canonical, window = check_decode(views, options)
         _run_on_host(canonical, options, window)
     return to_framework(out, x) if fresh else out
+
+
+def bind(
+    views: Views,
+    out: Any,
+    options: Options,
+    step: Callable[[Any], Any],
+    after: Callable[[], object] | None = None,
+) -> BoundCall:
+    """The step over these views as a call without arguments; nothing is launched yet.
+
+    `step` does all of it on a given `out`, where there is no kernel, in checked mode and for JAX,
+    which has to be waited for. `after` is called after each launch.
+    """
+    x = views["x"]
+    assert x is not None
+    if out is None:
+        if x.framework == "jax":
+            raise ValueError(
+                "out: expected an array to write at every call of a bound step, got None "
+                "(JAX arrays are immutable)"
+            )
+        out = _empty_out(views)
+    views["out"] = view(out, "out")
+    pool = None
+    if x.device.kind in launchers:
+        plan = plan_of(views, options)
+        with_jax = any(array is not None and array.framework == "jax" for array in views.values())
+        if plan.grid[0] and not options.check and not with_jax:
+            pool = PlanPool(pointing_to(plan, views), x._replace(owner=None))
+            if x.device.kind == "cuda":  # now, because a capture may be next
+                with device_guard(plan.device):
+                    compiler.function(plan.key, plan.device.index, current_stream(x))
+    else:
+        check_decode(views, options)
+    return BoundCall(pool, partial(step, out), views, out, after)
+
+
+def _empty_out(views: Views) -> Any:
+    x = views["x"]
+    assert x is not None
+    check_devices([views["state"], x])
+    return empty_like_framework(x, x.shape, x.dtype, x.device)
+
+
+def plan_of(views: Views, options: Options) -> Plan:
+    """The plan of a call with a launcher: checked and made, or one that was made before."""
+    signature = (options, *map(_signature, views.values()))
+    plan = _plans.get(signature)
+    if plan is None:
+        canonical, window = check_decode(views, options)
+        if len(_plans) >= MOST_CALLS:
+            _plans.clear()
+        plan = _plans[signature] = _plan_decode(canonical, options, window)
+        plan.pdl = options.enable_pdl
+    return plan
 
 
 def _signature(array: View | None) -> object:
@@ -76,17 +126,22 @@ def _signature(array: View | None) -> object:
     return array.ptr & 15, array.shape, array.strides, array.dtype, array.device, array.readonly
 
 
+def pointing_to(plan: Plan, views: Views) -> Plan:
+    """A copy of the plan whose record has the addresses of these views."""
+    plan = plan.copy()
+    for name, kind, *_ in plan.record._fields_:
+        if kind is ctypes.c_void_p:
+            array = views[name]
+            setattr(plan.record, name, array.ptr if array is not None else None)
+    return plan
+
+
 def _launch(plan: Plan, views: Views) -> None:
-    """Launches a copy of the plan's record, so that threads may share the plan."""
-    arrays = views.values()
-    record = type(plan.record).from_buffer_copy(plan.record)
-    pointers = [array.ptr if array is not None else 0 for array in arrays]
-    struct.pack_into(f"{len(pointers)}Q", record, 0, *pointers)
     x = views["x"]
     assert x is not None
     stream = current_stream(x)
-    replace(plan, record=record).launch(stream)
-    wait_for_jax(arrays, plan.device, stream)
+    pointing_to(plan, views).launch(stream)
+    wait_for_jax(views.values(), plan.device, stream)
 
 
 def wait_for_jax(arrays: Iterable[View | None], device: Device, stream: int) -> None:
@@ -99,29 +154,39 @@ def wait_for_jax(arrays: Iterable[View | None], device: Device, stream: int) -> 
 
 
 def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
+    state, x = v["state"], v["x"]
+    assert state is not None and x is not None
+    x_cache = v.get("x_cache")
+    record: Any = SelectiveStateUpdateParams() if x_cache is None else CheckpointingSsuParams()
+    _fill(record, v, options)
+    dstate = state.shape[3]
+    if x_cache is None:
+        key = SelectiveStateUpdateKey(state.dtype, x.dtype, dstate)
+        blocks, threads = record.batch * record.nheads, 32 * -(-record.head_dim // SLAB)
+        return Plan(key, (blocks, 1, 1), (threads, 1, 1), record, x.device)
+    record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
+    step = Step(
+        record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
+        max_window, record.ring_buffer_len, v["z"] is not None,
+    )  # fmt: skip
+    launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
+    for field, value in launch.fields.items():
+        setattr(record, field, value)
+    grid, block = (launch.blocks, 1, 1), (launch.threads, 1, 1)
+    return Plan(launch.key, grid, block, record, x.device, launch.shared_bytes)
+
+
+def _fill(record: Any, v: Views, options: Options) -> None:
+    """Strides, types and counts of the record; its pointers come with each launch."""
     state, x, B = v["state"], v["x"], v["B"]
     assert state is not None and x is not None and B is not None
     batch, npredicted, nheads, head_dim = x.shape
+    for name, axes in _STRIDES.items():
+        _set_strides(record, name, v.get(name), axes)
     if (ends := v.get("cu_seqlens")) is not None:
         assert options.max_seqlen is not None
         batch, npredicted = ends.shape[0] - 1, options.max_seqlen
-    dstate = state.shape[3]
-    record: Any
-    key: Key
-    if "x_cache" in v:
-        x_cache = v["x_cache"]
-        assert x_cache is not None
-        record = CheckpointingSsuParams()
-        record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
-        tiles = -(-npredicted // TOKENS_PER_TILE)
-        key = CheckpointingSsuKey(state.dtype, x.dtype, dstate, tiles)
-    else:
-        record = SelectiveStateUpdateParams()
-        key = SelectiveStateUpdateKey(state.dtype, x.dtype, dstate)
-    for name, axes in _STRIDES.items():
-        _set_strides(record, name, v.get(name), axes)
-    if ends is not None:  # the sequences' tokens follow one another in one row
-        for name in ("x", "dt", "B", "C", "z", "out"):
+        for name in ("x", "dt", "B", "C", "z", "out"):  # the sequences' tokens lie in one row
             setattr(record, f"{name}_batch_stride", 0)
     for name in ("dt", "A", "D", "dt_bias", "out"):
         array = v[name]
@@ -132,27 +197,6 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     record.num_slots, record.batch, record.npredicted = state.shape[0], batch, npredicted
     record.nheads, record.head_dim = nheads, head_dim
     record.heads_per_group = nheads // B.shape[2]
-    if isinstance(key, SelectiveStateUpdateKey):
-        threads = 32 * -(-head_dim // SLAB)
-        return Plan(key, (batch * nheads, 1, 1), (threads, 1, 1), record, x.device)
-    device, gated = processor(x.device), v["z"] is not None
-    small = small_schedule(
-        key, batch, nheads, head_dim, npredicted, record.ring_buffer_len, gated, device
-    )
-    if small is not None and prefers_small(key, batch * nheads, npredicted, device):
-        record.parts = small.parts
-        key = SmallCheckpointingSsuKey(key.state_dtype, key.activation_dtype, dstate, tiles)
-        grid, threads = (batch * nheads * small.parts, 1, 1), 32 * (small.slabs + 1)
-        return Plan(key, grid, (threads, 1, 1), record, x.device, small.shared_bytes)
-    spread = schedule(
-        key, batch, nheads, record.heads_per_group, head_dim, npredicted, max_window, gated, device
-    )
-    for field in ("heads_of_item", "items_of_group", "bytes_of_warp"):
-        setattr(record, field, getattr(spread, field))
-    blocks = spread.blocks if batch else 0
-    return Plan(
-        key, (blocks, 1, 1), (32 * spread.warps, 1, 1), record, x.device, spread.shared_bytes
-    )
 
 
 _STRIDES = {
@@ -189,7 +233,9 @@ def _index_type(array: View | None) -> int:
 
 
 def _run_on_host(v: Views, options: Options, max_window: int) -> None:
-    arrays: dict[str, Any] = {name: None if a is None else as_numpy(a) for name, a in v.items()}
+    arrays: dict[str, Any] = {
+        name: None if a is None else as_numpy(a) for name, a in v.items() if name not in SCRATCH
+    }
     storage = reference.Storage(
         arrays.pop("state"),
         arrays.pop("state_scale"),

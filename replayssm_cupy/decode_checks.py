@@ -36,6 +36,7 @@ from .keys import (
     STATE_DTYPES,
 )
 from .plan import INDEX_TYPES, launchers
+from .scratch import SCRATCH, check_scratch
 
 Views = dict[str, "View | None"]
 
@@ -51,6 +52,8 @@ class Options(NamedTuple):
     philox_rounds: int = 10
     layer: int = -1  # mixed into the seed; -1 takes it as it is
     check: bool | str = False  # True, or "finite" to look at the live ring rows too
+    enable_pdl: bool = False  # start before the kernel ahead has ended, and wait for it inside
+    algorithm: str = "auto"  # or "monolith", "two-kernel"
 
 
 _RINGS = ("x_cache", "B_cache", "dt_cache")
@@ -80,6 +83,7 @@ def check_decode(views: Views, options: Options) -> tuple[Views, int]:
     if replay:
         window = _check_rings(v, letters, options.max_window)
         written += [array for name in _RINGS if (array := v[name]) is not None]
+        written += check_scratch(v, letters, options.algorithm, window)
     if (scale := v["state_scale"]) is not None:
         written.append(scale)
     check_scale(state, v["state_scale"], letters)
@@ -210,15 +214,27 @@ def check_window(name: str, ring_buffer_len: int, npredicted: int, max_window: i
 
 def check_layout(v: Views, replay: bool) -> None:
     """Where a kernel runs: packed axes, and the alignment of what is read as vectors."""
-    packed = {"state": 2, "x_cache": 3, "B_cache": 3, "x": 3, "B": 3, "C": 3, "z": 3, "out": 3}
-    vectors = set(packed) if replay else {"state", "B", "C"}
-    packed |= {"state_scale": 2, "cu_seqlens": 0}
+    packed, vectors = _PACKED, vectors_of(replay)
     for name, array in v.items():
         if array is None or array.device.kind not in launchers:
             continue
         if name in packed:
             check_packed(array, packed[name])
-        check_alignment(array, packed[name] if name in vectors else 0)
+        check_alignment(array, max(packed[name], 1) if name in vectors else 0)
+
+
+# The first axis from which on an array is dense.
+_PACKED = {
+    **{"state": 2, "x_cache": 3, "B_cache": 3, "x": 3, "B": 3, "C": 3, "z": 3, "out": 3},
+    **{"state_scale": 2, "cu_seqlens": 0, **dict.fromkeys(SCRATCH, 0)},
+}
+
+
+def vectors_of(replay: bool) -> tuple[str, ...]:
+    """The arrays that a decode kernel reads or writes in vectors of 16 bytes."""
+    if not replay:
+        return ("state", "B", "C")
+    return ("state", "x_cache", "B_cache", "x", "B", "C", "z", "out", *SCRATCH)
 
 
 def _check_host_lengths(ends: np.ndarray[Any, Any], tokens: int, max_seqlen: int) -> None:

@@ -7,19 +7,21 @@ tolerances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .arrays import view
-from .checked import check_mode
+from .calls import Seen, SeenCalls
+from .checked import check_mode, everywhere
 from .checks import (
     check_optional_int,
     check_rounds,
     index_range,
-    optional_view,
     pad_output_is_zero,
 )
 from .decode import decode
 from .decode_checks import Options, Views
+from .scratch import SCRATCH, check_algorithm, check_hints
 
 
 def checkpointing_ssu(
@@ -47,6 +49,12 @@ def checkpointing_ssu(
     d_split: int | None = None,
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
+    enable_pdl: bool = False,
+    cb_scaled: Any = None,
+    cumAdt_vec: Any = None,
+    cb_old: Any = None,
+    precompute_heads_per_cta: int = 0,
+    algorithm: str = "auto",
     *,
     max_window: int | None = None,
     force_flush: Any = None,
@@ -90,12 +98,22 @@ def checkpointing_ssu(
         float32 are rounded stochastically, the same way for the same seed, slot, head, row and
         column; None rounds to nearest.
     philox_rounds : of the random bits, 1 to 10.
-    d_split : None or 1; for callers of FlashInfer, this kernel needs no hint.
+    d_split : None, 1 or 2, a hint for FlashInfer's kernels that these do not need: no effect.
     cu_seqlens : (batch + 1,) int32, for sequences of different lengths: sequence i is the tokens
         cu_seqlens[i] to cu_seqlens[i + 1] - 1 of x (1, tokens, nheads, head_dim), and so on for
         dt, B, C, z and out. Empty sequences are left alone. A flush goes by the actual length.
     max_seqlen : with cu_seqlens: the longest sequence, 1 to 16. Tokens of a sequence beyond it are
         left out.
+    enable_pdl : launch the kernel so that it may start while the one ahead of it in the stream is
+        still running (programmatic dependent launch); it waits before it reads what that may have
+        written. Without effect before compute capability 9.0, and on the CPU path.
+    cb_scaled, cumAdt_vec, cb_old : scratch of the two-kernel algorithm, all three or none, from
+        :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
+        (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
+        rounded up to 8. Contiguous; written, and of no meaning between two calls.
+    precompute_heads_per_cta : 0 or more, a hint for FlashInfer's kernels: no effect.
+    algorithm : "monolith" (one kernel), "two-kernel" (needs the scratch) or "auto"; the outputs
+        are the same. Without effect on the CPU path.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same
@@ -126,22 +144,38 @@ def checkpointing_ssu(
     A NaN in one token may reach the outputs of the other tokens of the same call. Source of the
     algorithm: ReplaySSM in FlashInfer (``checkpointing_ssu``), for the recurrence of Mamba-2.
     """
-    views: Views = {
-        "state": view(state, "state"),
-        "state_scale": optional_view(state_scale, "state_scale"),
-        "x_cache": view(x_cache, "x_cache"),
-        "B_cache": view(B_cache, "B_cache"),
-        "dt_cache": view(dt_cache, "dt_cache"),
-        "ring_start": view(ring_start, "ring_start"),
-        "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
-        **token_views(x, dt, A, B, C, D, z, dt_bias),
-        "slots": optional_view(state_batch_indices, "state_batch_indices"),
-        "cu_seqlens": optional_view(cu_seqlens, "cu_seqlens"),
-        "force_flush": optional_view(force_flush, "force_flush"),
-        "rand_seed": optional_view(rand_seed, "rand_seed"),
+    key = (
+        numbers := (
+            pad_slot_id,
+            max_seqlen,
+            philox_rounds,
+            max_window,
+            d_split,
+            precompute_heads_per_cta,
+        ),
+        (*map(type, numbers),),
+        (dt_softplus, pad_output, enable_pdl, algorithm),
+        (D is None, z is None, dt_bias is None, state_batch_indices is None),
+        (state_scale is None, rand_seed is None, cu_seqlens is None, force_flush is None),
+        (cb_scaled is None, cumAdt_vec is None, cb_old is None),
+        (out is None, getattr(x, "shape", None)),
+    )
+    arrays = {
+        **{"state": state, "state_scale": state_scale, "x_cache": x_cache, "B_cache": B_cache},
+        **{"dt_cache": dt_cache, "ring_start": ring_start},
+        **{"prev_num_accepted_tokens": prev_num_accepted_tokens},
+        **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
+        **{"slots": state_batch_indices, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
+        **{"rand_seed": rand_seed},
+        **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
     }
-    if d_split not in (None, 1):
-        raise ValueError(f"d_split: expected None or 1, got {d_split!r}")
+    if check is False and not everywhere():
+        repeated = _calls.repeat(key, arrays.values(), out)
+        if repeated is not None:
+            return repeated[1]
+    optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
+    views = _views(arrays, optional)
+    check_hints(d_split, precompute_heads_per_cta)
     options = Options(
         bool(dt_softplus),
         index_range("pad_slot_id", pad_slot_id),
@@ -150,8 +184,10 @@ def checkpointing_ssu(
         check_optional_int("max_seqlen", max_seqlen),
         check_rounds(philox_rounds),
         check=check_mode(check),
+        enable_pdl=bool(enable_pdl),
+        algorithm=check_algorithm(algorithm),
     )
-    return decode(views, out, options)
+    return decode(views, out, options, Seen(_calls, key, arrays))
 
 
 def selective_state_update(
@@ -189,31 +225,40 @@ def selective_state_update(
     S stays in float32 within a call and is rounded to the state's type once. Source: Mamba-2,
     ``selective_state_update`` of mamba_ssm.
     """
-    views: Views = {
-        "state": view(state, "state"),
-        "state_scale": optional_view(state_scale, "state_scale"),
-        **token_views(x, dt, A, B, C, D, z, dt_bias),
-        "slots": optional_view(state_batch_indices, "state_batch_indices"),
-        "rand_seed": optional_view(rand_seed, "rand_seed"),
+    key = (
+        (pad_slot_id, philox_rounds, type(pad_slot_id), type(philox_rounds)),
+        (dt_softplus, pad_output),
+        (D is None, z is None, dt_bias is None, state_batch_indices is None),
+        (state_scale is None, rand_seed is None, out is None, getattr(x, "shape", None)),
+    )
+    arrays = {
+        **{"state": state, "state_scale": state_scale},
+        **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
+        **{"slots": state_batch_indices, "rand_seed": rand_seed},
     }
+    repeated = _plain_calls.repeat(key, arrays.values(), out)
+    if repeated is not None:
+        return repeated[1]
     options = Options(
         bool(dt_softplus),
         index_range("pad_slot_id", pad_slot_id),
         pad_output_is_zero(pad_output),
         philox_rounds=check_rounds(philox_rounds),
     )
-    return decode(views, out, options)
+    views = _views(arrays, ("state_scale", *_OPTIONAL, "rand_seed"))
+    return decode(views, out, options, Seen(_plain_calls, key, arrays))
 
 
-def token_views(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Views:
-    """The views of what every decode call takes, in the order of the parameter records."""
+_calls, _plain_calls = SeenCalls(), SeenCalls()
+_OPTIONAL = ("D", "z", "dt_bias", "slots")
+
+
+def _views(arrays: dict[str, Any], optional: Sequence[str]) -> Views:
+    """The views of a call's arrays, in the order of the parameter records."""
     return {
-        "x": view(x, "x"),
-        "dt": view(dt, "dt"),
-        "A": view(A, "A"),
-        "B": view(B, "B"),
-        "C": view(C, "C"),
-        "D": optional_view(D, "D"),
-        "z": optional_view(z, "z"),
-        "dt_bias": optional_view(dt_bias, "dt_bias"),
+        name: None if array is None and name in optional else view(array, _NAMES.get(name, name))
+        for name, array in arrays.items()
     }
+
+
+_NAMES = {"slots": "state_batch_indices"}  # of arguments, where records have another

@@ -6,10 +6,12 @@ The records mirror the structs of ``cuda/params.cuh`` field by field; a test com
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from . import compiler
+from . import compiler, driver
 from .arrays import Device, device_guard
 from .errors import ReplaySSMError
 from .keys import Key
@@ -19,6 +21,7 @@ INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
 MAX_BLOCKS = 2**31 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
+PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -168,6 +171,8 @@ class Plan:
     record: ctypes.Structure
     device: Device
     shared_bytes: int = 0  # of dynamic shared memory a block
+    pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
+    ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.grid[0] > MAX_BLOCKS:
@@ -177,8 +182,15 @@ class Plan:
             )
 
     def launch(self, stream: int) -> None:
-        """Enqueues the kernel on ``stream``, a raw handle of the plan's device."""
+        """Enqueues the kernel on ``stream``, a raw handle of the plan's device.
+
+        A plan is launched by one thread at a time; threads take a :meth:`copy` each.
+        """
         launchers[self.device.kind].launch(self, stream)
+
+    def copy(self) -> Plan:
+        """The same launch with a record of its own."""
+        return replace(self, record=type(self.record).from_buffer_copy(self.record))
 
 
 class Launcher(Protocol):
@@ -188,41 +200,53 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """``cuLaunchKernel`` with the record as the one parameter."""
+    """The driver's launch with the record as the one parameter."""
 
     def launch(self, plan: Plan, stream: int) -> None:
         """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
-        with device_guard(plan.device):
-            handle = compiler.function(plan.key, plan.device.index, stream)
-            if plan.shared_bytes > DEFAULT_SHARED_BYTES:
-                compiler.allow_shared_bytes(handle, plan.shared_bytes)
-            parameters = ctypes.c_void_p(ctypes.addressof(plan.record))
-            try:
-                _driver().launchKernel(
-                    handle,
-                    *plan.grid,
-                    *plan.block,
-                    plan.shared_bytes,
-                    stream,
-                    ctypes.addressof(parameters),
-                    0,
-                )
-            except Exception as error:
-                raise ReplaySSMError(
-                    f"launching {plan.key.name_expression} with grid {plan.grid} and block "
-                    f"{plan.block} failed: {error}"
-                ) from error
+        ready = plan.ready
+        if ready is None or _runtime().getDevice() != plan.device.index:
+            with device_guard(plan.device):
+                if ready is None:
+                    ready = plan.ready = _prepare(plan, stream)
+                _enqueue(plan, ready, stream)
+        else:
+            _enqueue(plan, ready, stream)
+
+
+def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
+    """The driver's side of a plan, whose device is the current one."""
+    index = plan.device.index
+    handle = compiler.function(plan.key, index, stream)
+    if plan.shared_bytes > DEFAULT_SHARED_BYTES:
+        compiler.allow_shared_bytes(handle, plan.shared_bytes)
+    launch = handle, plan.grid, plan.block, plan.shared_bytes, plan.record
+    if plan.pdl and compiler.capability(index) >= PDL_CAPABILITY:
+        return driver.dependent_launch(*launch)
+    return driver.plain_launch(*launch, compiler.import_cupy())
+
+
+def _enqueue(plan: Plan, ready: Callable[[int], None], stream: int) -> None:
+    try:
+        try:
+            ready(stream)
+        except Exception as error:
+            if getattr(error, "status", 0) != driver.INVALID_CONTEXT:
+                raise
+            # A thread that has not touched the device yet: this makes its context current.
+            _runtime().setDevice(plan.device.index)
+            ready(stream)
+    except Exception as error:
+        raise ReplaySSMError(
+            f"launching {plan.key.name_expression} with grid {plan.grid} and block "
+            f"{plan.block} failed: {error}"
+        ) from error
+
+
+@functools.cache
+def _runtime() -> Any:
+    return compiler.import_cupy().cuda.runtime
 
 
 # By device kind. Host arrays have no launcher: they run the reference, unless a test adds one.
 launchers: dict[str, Launcher] = {"cuda": CudaLauncher()}
-
-
-def _driver() -> Any:
-    global _launch_module
-    if _launch_module is None:
-        _launch_module = compiler.import_cupy().cuda.driver
-    return _launch_module
-
-
-_launch_module: Any = None

@@ -1,4 +1,8 @@
-"""How a decode step is spread over a GPU: blocks, warps, shared memory, heads at a time."""
+"""How a decode step is spread over a GPU: which form of the kernel, blocks, warps, shared memory.
+
+The sizes here are those that the kernels lay out themselves; the emulator and compute-sanitizer
+see a write past the end.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ from dataclasses import dataclass
 
 from .arrays import Device, itemsize
 from .compiler import import_cupy
-from .keys import SCALED_DTYPES, CheckpointingSsuKey
+from .keys import (
+    SCALED_DTYPES,
+    TOKENS_PER_TILE,
+    CheckpointingSsuKey,
+    SmallCheckpointingSsuKey,
+)
 
 SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
-MOST_HEADS = 8  # of an item
-MOST_WARPS = 8  # of a block
+MOST_WARPS = 8  # of a block that streams
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
-FORCE_WARPS = FORCE_HEADS = FORCE_PARTS = 0
-FORCE_SMALL = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +32,28 @@ class Processor:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """The sizes of a step that matter for its launch."""
+
+    batch: int
+    nheads: int
+    heads_per_group: int
+    head_dim: int
+    tokens: int
+    max_window: int
+    ring_buffer_len: int
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """Blocks and their warps, heads of an item, and the shared memory of a warp."""
+    """A key with its blocks, threads, bytes of shared memory, and fields of the record."""
 
+    key: CheckpointingSsuKey
     blocks: int
-    warps: int
-    heads_of_item: int
-    items_of_group: int
-    bytes_of_warp: int
-
-    @property
-    def shared_bytes(self) -> int:
-        return LIST_BYTES + self.warps * self.bytes_of_warp
+    threads: int
+    shared_bytes: int
+    fields: dict[str, int]
 
 
 def processor(device: Device) -> Processor:
@@ -56,97 +72,106 @@ def processor(device: Device) -> Processor:
 _processors: dict[int, Processor] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class SmallSchedule:
-    """Blocks of a head, slabs of a block, and bytes of shared memory a block."""
+def schedule(
+    state_dtype: str, activation_dtype: str, dstate: int, step: Step, on: Processor
+) -> Schedule:
+    """The form that is faster, if its shared memory is there.
 
-    parts: int
-    slabs: int
-    shared_bytes: int
+    Raises ValueError if not even one warp of the step fits on the processor.
+    """
+    tiles = max(1, -(-step.tokens // TOKENS_PER_TILE))
+    key = CheckpointingSsuKey(state_dtype, activation_dtype, dstate, tiles)
+    small = SmallCheckpointingSsuKey(state_dtype, activation_dtype, dstate, tiles)
+    order = [_stream(key, step, on), _small(small, step, on)]
+    if prefers_small(key, step, on):
+        order.reverse()
+    for launch in order:
+        if launch.shared_bytes <= on.shared_bytes:
+            return launch
+    needed = min(launch.shared_bytes for launch in order)
+    raise ValueError(
+        f"x_cache: expected a ring and tokens that fit into {on.shared_bytes} bytes of shared "
+        f"memory, got {step.ring_buffer_len} rows and {step.tokens} tokens, which need {needed}"
+    )
+
+
+def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
+    """Whether latency counts for more than traffic: few heads a multiprocessor."""
+    heads = step.batch * step.nheads / on.count
+    return heads <= (8 if key.state_dtype == "float32" else 4 if step.tokens > 1 else 6)
+
+
+def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """One block per multiprocessor with as many warps as its shared memory feeds.
+
+    A warp takes several heads of a group at once where it will have many: they share B and C.
+    """
+    heads_of_warp = step.batch * step.nheads / (on.count * MOST_WARPS)
+    most = 4 if heads_of_warp >= 12 else 2 if heads_of_warp >= 4 else 1
+    if key.state_dtype == "float32":
+        most = 1
+    items = -(-step.heads_per_group // most)
+    heads = -(-step.heads_per_group // items)
+    size = _bytes_of_warp(key, step, heads)
+    warps = max(1, min(MOST_WARPS, (on.shared_bytes - LIST_BYTES) // size))
+    blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
+    return Schedule(
+        key, blocks, 32 * warps, LIST_BYTES + warps * size,
+        {"heads_of_item": heads, "items_of_group": items, "bytes_of_warp": size},
+    )  # fmt: skip
+
+
+def _bytes_of_warp(key: CheckpointingSsuKey, step: Step, heads: int) -> int:
+    """What `Worker` of cuda/checkpointing_ssu.cu lays out."""
+    row = key.dstate * itemsize(key.state_dtype)
+    state = STAGES * (2 if row <= 256 else 1) * SLAB * row
+    group, head, outputs = _tiles(key, step, step.max_window)
+    words = _product_words(step) + heads * (2 * SLAB + _weight_words(step))
+    scales = 2 * 4 * step.head_dim if key.state_dtype in SCALED_DTYPES else 0
+    return _round_up(state + group + 2 * head + outputs + 4 * words + scales, 128)
+
+
+def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """One warp per slab; a head in parts while multiprocessors would be left over."""
+    group, head, outputs = _tiles(key, step, step.ring_buffer_len)
+    words = _product_words(step) + _round_up(step.ring_buffer_len + step.tokens, 4)
+    fixed = group + head + outputs + 4 * (words + _weight_words(step))
+    of_slab = SLAB * (key.dstate * itemsize(key.state_dtype) + 4)  # with its scales
+    heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
+    slabs = all_slabs
+    while slabs > 1 and (
+        2 * heads * -(-all_slabs // slabs) <= on.count or fixed + slabs * of_slab > on.shared_bytes
+    ):
+        slabs = -(-slabs // 2)
+    parts = -(-all_slabs // slabs)
+    size = _round_up(fixed + slabs * of_slab, 128)
+    return Schedule(key, heads * parts, 32 * (slabs + 1), size, {"parts": parts})
+
+
+def _tiles(key: CheckpointingSsuKey, step: Step, old_rows: int) -> tuple[int, int, int]:
+    """Bytes of C and B of a group, of x and z of a head, and of its outputs."""
+    size = itemsize(key.activation_dtype)
+    pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16
+    group = step.tokens * pitch + max((old_rows + step.tokens) * pitch, key.dstate * 32)
+    head = (old_rows + (2 if step.gated else 1) * step.tokens) * x_pitch
+    return group, head, step.tokens * (2 * x_pitch - 16)
+
+
+def _product_words(step: Step) -> int:
+    return step.tokens * SLAB + _round_up(step.tokens, 4)
+
+
+def _weight_words(step: Step) -> int:
+    return _round_up(17 * step.tokens, 4) + SLAB + 4
 
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def bytes_of_warp(
-    key: CheckpointingSsuKey, head_dim: int, tokens: int, old_rows: int, gated: bool, heads: int
-) -> int:
-    """Shared memory of a warp, as `Worker` of cuda/checkpointing_ssu.cu lays it out."""
-    size = itemsize(key.state_dtype)
-    row = key.dstate * size
-    slabs = 2 if row <= 256 else 1
-    pitch = key.dstate * itemsize(key.activation_dtype) + 64
-    x_pitch = head_dim * itemsize(key.activation_dtype) + 16
-    state = STAGES * slabs * SLAB * row
-    group = tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32)
-    head = 2 * (old_rows + (2 if gated else 1) * tokens) * x_pitch + tokens * (2 * x_pitch - 16)
-    products = tokens * SLAB + _round_up(tokens, 4)
-    weights = 2 * SLAB + _round_up(17 * tokens, 4) + SLAB + 4
-    scaled = 2 * head_dim * 4 if key.state_dtype in SCALED_DTYPES else 0
-    return _round_up(state + group + head + 4 * (products + heads * weights) + scaled, 128)
-
-
-def schedule(
-    key: CheckpointingSsuKey,
-    batch: int,
-    nheads: int,
-    heads_per_group: int,
-    head_dim: int,
-    tokens: int,
-    old_rows: int,
-    gated: bool,
-    device: Processor,
-) -> Schedule:
-    """One block per multiprocessor with as many warps as its shared memory feeds."""
-    heads_of_warp = batch * nheads / (device.count * MOST_WARPS)
-    most = 4 if heads_of_warp >= 12 else 2 if heads_of_warp >= 4 else 1
-    if key.state_dtype == "float32":
-        most = 1
-    most = FORCE_HEADS or most
-    items = -(-heads_per_group // most)
-    heads = -(-heads_per_group // items)
-    size = bytes_of_warp(key, head_dim, tokens, old_rows, gated, heads)
-    warps = max(1, min(FORCE_WARPS or MOST_WARPS, (device.shared_bytes - LIST_BYTES) // size))
-    blocks = max(1, min(device.count, batch * nheads // heads_per_group * items))
-    return Schedule(blocks, warps, heads, items, size)
-
-
-def small_schedule(
-    key: CheckpointingSsuKey,
-    batch: int,
-    nheads: int,
-    head_dim: int,
-    tokens: int,
-    ring_rows: int,
-    gated: bool,
-    device: Processor,
-) -> SmallSchedule | None:
-    """Parts of a head while multiprocessors are left over; None if a block would not fit."""
-    size = itemsize(key.state_dtype)
-    pitch = key.dstate * itemsize(key.activation_dtype) + 64
-    x_pitch = head_dim * itemsize(key.activation_dtype) + 16
-    rows = tokens * pitch + max((ring_rows + tokens) * pitch, key.dstate * 32)
-    rows += (ring_rows + (2 if gated else 1) * tokens) * x_pitch + tokens * (2 * x_pitch - 16)
-    words = tokens * SLAB + _round_up(tokens, 4) + _round_up(ring_rows + tokens, 4)
-    words += _round_up(17 * tokens, 4) + SLAB + 4
-    all_slabs = head_dim // SLAB
-    slabs = all_slabs
-    while slabs > 1 and FORCE_PARTS == 0 and (
-        batch * nheads * -(-all_slabs // slabs) * 2 <= device.count
-        or rows + 4 * words + slabs * SLAB * (key.dstate * size + 4) > device.shared_bytes
-    ):
-        slabs = -(-slabs // 2)
-    if FORCE_PARTS:
-        slabs = -(-all_slabs // FORCE_PARTS)
-    shared = _round_up(rows + 4 * words + slabs * SLAB * (key.dstate * size + 4), 128)
-    if shared > device.shared_bytes:
-        return None
-    return SmallSchedule(-(-all_slabs // slabs), slabs, shared)
-
-
-def prefers_small(key: CheckpointingSsuKey, heads: int, tokens: int, device: Processor) -> bool:
-    """Whether latency counts more than traffic: up to eight heads a multiprocessor."""
-    if FORCE_SMALL is not None:
-        return FORCE_SMALL
-    return heads <= 8 * device.count
+def typical(key: CheckpointingSsuKey, shared_bytes: int) -> Schedule:
+    """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
+    tokens = TOKENS_PER_TILE * (key.token_tiles - 1) + 1
+    small = isinstance(key, SmallCheckpointingSsuKey)
+    step = Step(1 if small else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    return (_small if small else _stream)(key, step, Processor(132, shared_bytes))

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import compiler, reference
 from .arrays import Device, View, as_numpy, current_stream, device_guard, dtype_name, itemsize, view
+from .calls import Seen, SeenCalls
 from .checks import (
     ALIGNMENT,
     Letters,
@@ -97,16 +98,56 @@ def advance_ring(
         else:
             prev += accepted
     """
+    key = (
+        (max_window, ring_buffer_len, pad_slot_id),
+        (type(max_window), type(ring_buffer_len), type(pad_slot_id)),
+        (query_lens, type(query_lens)) if isinstance(query_lens, int) else None,
+        (slots is None, reset is None, force_flush is None, rand_seed is None),
+        getattr(num_accepted, "shape", None),
+    )
+    own = {
+        "ring_start": ring_start,
+        "prev_num_accepted_tokens": prev_num_accepted_tokens,
+        "rand_seed": rand_seed,
+    }
+    given = {
+        **{"num_accepted": num_accepted, "slots": slots},
+        **{"reset": reset, "force_flush": force_flush},
+    }
+    if not isinstance(query_lens, int):
+        given["query_lens"] = query_lens
+    arrays = own | given
+    if _advances.repeat(key, arrays.values()) is not None:
+        return
+    views = {
+        name: optional_view(array, name) if name == "rand_seed" else view(array, name)
+        for name, array in own.items()
+    }
+    seen = Seen(_advances, key, arrays)
+    advance_views(views, query_lens, given, max_window, ring_buffer_len, pad_slot_id, seen)
+
+
+_advances = SeenCalls()
+
+
+def advance_views(
+    own: dict[str, View | None],
+    query_lens: Any,
+    arrays: dict[str, Any],
+    max_window: int,
+    ring_buffer_len: int,
+    pad_slot_id: int,
+    seen: Seen,
+) -> None:
+    """:func:`advance_ring` over views of the cursors and the seed; `arrays` are all others."""
     fixed_len = query_lens if isinstance(query_lens, int) else 0
     v: dict[str, View | None] = {
-        "ring_start": view(ring_start, "ring_start"),
-        "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
-        "num_accepted": view(num_accepted, "num_accepted"),
+        "ring_start": own["ring_start"],
+        "prev_num_accepted_tokens": own["prev_num_accepted_tokens"],
+        "num_accepted": view(arrays["num_accepted"], "num_accepted"),
         "query_lens": None if isinstance(query_lens, int) else view(query_lens, "query_lens"),
-        "slots": optional_view(slots, "slots"),
-        "reset": optional_view(reset, "reset"),
-        "force_flush": optional_view(force_flush, "force_flush"),
-        "rand_seed": optional_view(rand_seed, "rand_seed"),
+        **{n: optional_view(arrays[n], n) for n in ("slots", "reset", "force_flush")},
+        "rand_seed": own["rand_seed"],
     }
     index_range("pad_slot_id", pad_slot_id)
     check_int("max_window", max_window)
@@ -148,7 +189,9 @@ def advance_ring(
     record.ring_buffer_len = ring_buffer_len
     blocks = -(-letters["batch"] // THREADS)
     stream = current_stream(first)
-    Plan(AdvanceRingKey(), (blocks, 1, 1), (THREADS, 1, 1), record, first.device).launch(stream)
+    plan = Plan(AdvanceRingKey(), (blocks, 1, 1), (THREADS, 1, 1), record, first.device)
+    plan.launch(stream)
+    seen.add(plan, v)
     wait_for_jax(v.values(), first.device, stream)
 
 

@@ -756,7 +756,7 @@ def test_seeds_and_rounds(make, changes, error, message, path):
          r"cu_seqlens: expected \(batch \+ 1,\) with at least one element, got \(0,\)"),
         ({"x": np.ones((3, 4, 64), BF16)}, ValueError,
          r"x: expected \(rows, tokens, nheads, head_dim\) = .*, got \(3, 4, 64\).*"),
-        ({"d_split": 2}, ValueError, "d_split: expected None or 1, got 2"),
+        ({"d_split": 3}, ValueError, "d_split: expected None, 1 or 2, got 3"),
         ({"check": "all"}, ValueError, 'check: expected False, True or "finite", got \'all\''),
     ],
     ids=label,

@@ -30,21 +30,24 @@ CUDA = ROOT / "cuda"
 
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
-    "__init__": {"errors", "layer_stack", "ops", "slots"},
-    "__main__": {"compiler", "demo", "doctor", "errors"},
+    "__init__": {"errors", "layer_stack", "ops", "scratch", "slots"},
+    "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
-    "layer_stack": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "keys",
-                    "ops", "plan", "slots"},
-    "slots": {"arrays", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
+    "layer_stack": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
+                    "keys", "plan", "scratch", "slots"},
+    "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
               "reference"},
-    "ops": {"arrays", "checked", "checks", "decode", "decode_checks"},
-    "decode": {"arrays", "checked", "checks", "compiler", "decode_checks", "keys", "plan",
-               "reference"},
+    "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
+    "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "keys", "plan",
+               "reference", "scratch"},
+    "calls": {"arrays", "checked", "checks", "plan"},
     "checked": {"arrays", "decode_checks", "errors", "keys", "plan"},
-    "decode_checks": {"arrays", "checks", "errors", "keys", "plan"},
-    "plan": {"arrays", "compiler", "errors", "keys"},
+    "decode_checks": {"arrays", "checks", "errors", "keys", "plan", "scratch"},
+    "scratch": {"arrays", "checks", "keys"},
+    "plan": {"arrays", "compiler", "driver", "errors", "keys"},
+    "driver": {"errors"},
     "compiler": {"errors", "keys"},
-    "checks": {"arrays", "keys"},
+    "checks": {"arrays", "compiler", "keys"},
     "arrays": {"errors"},
     "reference": {"numerics"},
     "numerics": set(),
@@ -57,6 +60,7 @@ MAY_IMPORT = {
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
+    "resources": {"compiler", "keys", "plan"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function.
@@ -157,10 +161,10 @@ def test_importing_needs_nothing_optional():
 
 @pytest.mark.parametrize(
     ("word", "home"),
-    [("CUDA_DIR", "compiler"), ("RawModule", "compiler"), ("launchKernel", "plan")],
+    [("CUDA_DIR", "compiler"), ("RawModule", "compiler"), ("cuLaunchKernelEx", "driver")],
 )
 def test_one_home(word, home):
-    """Only the compiler opens `cuda/`, and only a plan launches."""
+    """Only the compiler opens `cuda/`, and only the driver's file launches."""
     code = {path.stem: path.read_text() for path in PACKAGE.glob("*.py")}
     # The doctor reports the folder and the demo's docstrings may mention words.
     users = {module for module, text in code.items() if re.search(rf"\b{word}\b", text)}

@@ -1,0 +1,184 @@
+"""What a call costs beside its kernel: host time, the first call, GPU memory over many calls."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from workload import Shape
+
+FIRST_CALL = """
+import time, sys
+import cupy
+cupy.zeros(1).sum()  # the context and CuPy's own start are not ours
+sys.path.insert(0, {root!r})
+start = time.perf_counter()
+import replayssm_cupy as ssm
+imported = time.perf_counter()
+stack = ssm.LayerStack(1, 4, 64, 64, 8, 128, device="cuda")
+bf16 = stack.x_caches[0].dtype
+x, B = cupy.zeros((4, 1, 64, 64), bf16), cupy.zeros((4, 1, 8, 128), bf16)
+dt, A = cupy.zeros((4, 1, 64), "f4"), -cupy.ones(64, "f4")
+cupy.cuda.Device().synchronize()
+ready = time.perf_counter()
+stack.step(0, x, dt, A, B, B)
+cupy.cuda.Device().synchronize()
+done = time.perf_counter()
+print(imported - start, done - ready)
+"""
+
+
+def first_call() -> None:
+    """Seconds of the first step in a fresh process, with an empty and a filled disk cache."""
+    root = str(pathlib.Path(__file__).resolve().parents[1])
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("cold", "from the disk cache", "from the disk cache"):
+            run = subprocess.run(
+                [sys.executable, "-c", FIRST_CALL.format(root=root)],
+                env={**os.environ, "CUPY_CACHE_DIR": cache},
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            imported, called = map(float, run.stdout.split()[-2:])
+            print(f"first call, {name}: {called:.3f} s (import {imported:.3f} s)")
+
+
+def host_times() -> None:
+    """Microseconds of host time of eager calls with torch tensors and with CuPy arrays."""
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"CuPy arrays": _cupy_calls()}
+    try:
+        calls["torch tensors"] = _torch_calls()
+    except ImportError as error:
+        print(f"torch tensors: {error}")
+    for kind, named in calls.items():
+        for name, call in named.items():
+            print(f"host time of {name} with {kind}: {host_time(call, _synchronize):.1f} us")
+
+
+def host_time(call: Callable[[], Any], synchronize: Callable[[], Any], number: int = 100) -> float:
+    """Median microseconds of a call, queued up to `number` deep."""
+    for _ in range(number):
+        call()
+    synchronize()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / number)
+        synchronize()
+    return float(np.median(times))
+
+
+def _synchronize() -> None:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+def _calls(
+    zeros: Callable[[tuple[int, ...], str], Any], ints: Callable[[Any], Any]
+) -> dict[str, Callable[[], Any]]:
+    """Steps and cursor moves over arrays that `zeros` and `ints` make."""
+    import replayssm_cupy as ssm
+
+    shape, batch = Shape(), 8
+    rows, heads = shape.window + 1, (shape.nheads, shape.head_dim)
+    stack = ssm.LayerStack.from_arrays(
+        [zeros((batch, *heads, shape.dstate), "float32")],
+        [zeros((batch, shape.nheads, rows, shape.head_dim), "bfloat16")],
+        [zeros((batch, shape.ngroups, rows, shape.dstate), "bfloat16")],
+        [zeros((batch, shape.nheads, rows), "float32")],
+        ints(np.zeros(batch, np.int32)),
+        ints(np.zeros(batch, np.int32)),
+        npredicted=1,
+    )
+    inputs = {
+        **{name: zeros((batch, 1, *heads), "bfloat16") for name in ("x", "z", "out")},
+        **{name: zeros((batch, 1, shape.ngroups, shape.dstate), "bfloat16") for name in "BC"},
+        **{name: zeros((shape.nheads,), "float32") for name in ("A", "D", "dt_bias")},
+        "dt": zeros((batch, 1, shape.nheads), "float32"),
+        "slots": ints(np.arange(batch, dtype=np.int32)),
+    }
+    without_out = {name: array for name, array in inputs.items() if name != "out"}
+    slots, accepted = inputs["slots"], ints(np.ones(batch, np.int32))
+    return {
+        "one eager stack.step": lambda: stack.step(0, **inputs),
+        "one eager stack.step that allocates out": lambda: stack.step(0, **without_out),
+        "one bound step": stack.bind(0, **inputs),
+        "one eager stack.advance": lambda: stack.advance(slots, accepted),
+    }
+
+
+def _torch_calls() -> dict[str, Callable[[], Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError("torch finds no CUDA device")
+    return _calls(
+        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"),
+        lambda array: torch.from_numpy(array).cuda(),
+    )
+
+
+def _cupy_calls() -> dict[str, Callable[[], Any]]:
+    import cupy
+    import ml_dtypes
+
+    types = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+    return _calls(lambda size, dtype: cupy.zeros(size, types[dtype]), cupy.asarray)
+
+
+def memory(steps: int) -> bool:
+    """Prints the GPU memory in use after a warm-up, eager steps and graph replays; whether it was
+    the same all the time."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        named = _cupy_calls()
+        eager = [call for name, call in named.items() if name != "one bound step"]
+        captured = [named["one bound step"], named["one eager stack.advance"]]
+        for call in (*eager, *captured):
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for call in captured:
+            call()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        seen = {"after the warm-up": in_use()}
+        for _ in range(steps):
+            for call in eager:
+                call()
+        stream.synchronize()
+        seen[f"after {steps} eager steps"] = in_use()
+        for _ in range(steps):
+            graph.launch(stream)
+        stream.synchronize()
+        seen[f"after {steps} graph replays"] = in_use()
+    return report_memory(seen)
+
+
+def in_use() -> tuple[int, int, int]:
+    """Bytes in use on the device, and those that CuPy's pool has handed out and holds."""
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    pool = cupy.get_default_memory_pool()
+    return total - free, pool.used_bytes(), pool.total_bytes()
+
+
+def report_memory(seen: dict[str, tuple[int, int, int]]) -> bool:
+    for when, (device, used, held) in seen.items():
+        print(f"{when}: {device} bytes in use on the GPU, pool {used} used of {held}")
+    same = len(set(seen.values())) == 1
+    print("memory stays the same" if same else "memory changed")
+    return same

@@ -1,0 +1,180 @@
+"""The `kernels` command: its table, and the occupancy against NVIDIA's own calculator."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from replayssm_cupy import decode, keys, plan, resources
+from replayssm_cupy.__main__ import main
+from replayssm_cupy.compiler import TARGETS, Resources
+from replayssm_cupy.keys import AdvanceRingKey, CheckpointingSsuKey, SelectiveStateUpdateKey
+from replayssm_cupy.resources import MULTIPROCESSORS, resident_blocks
+
+# cuda_occupancy.h has the numbers of its own for blocks, units and partitions; the others are ours.
+CALCULATOR = r"""
+#include <cstddef>
+#include <cuda_occupancy.h>
+extern "C" int blocks(int major, int minor, int warps, int shared, int registers, int threads,
+                      int static_bytes, int dynamic_bytes) {
+  cudaOccDeviceProp device;
+  device.computeMajor = major;
+  device.computeMinor = minor;
+  device.maxThreadsPerBlock = 1024;
+  device.maxThreadsPerMultiprocessor = 32 * warps;
+  device.regsPerBlock = device.regsPerMultiprocessor = 65536;
+  device.warpSize = 32;
+  device.sharedMemPerBlock = 48 << 10;
+  device.sharedMemPerMultiprocessor = shared;
+  device.numSms = 1;
+  device.sharedMemPerBlockOptin = shared - 1024;
+  device.reservedSharedMemPerBlock = 1024;
+  cudaOccFuncAttributes kernel;
+  kernel.maxThreadsPerBlock = 1024;
+  kernel.numRegs = registers;
+  kernel.sharedSizeBytes = static_bytes;
+  kernel.partitionedGCConfig = PARTITIONED_GC_OFF;
+  kernel.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
+  kernel.maxDynamicSharedSizeBytes = shared;
+  kernel.numBlockBarriers = 1;
+  cudaOccDeviceState state;
+  state.carveoutConfig = SHAREDMEM_CARVEOUT_MAX_SHARED;
+  cudaOccResult result;
+  const cudaOccError error = cudaOccMaxActiveBlocksPerMultiprocessor(
+      &result, &device, &kernel, &state, threads, dynamic_bytes);
+  return error == CUDA_OCC_SUCCESS ? result.activeBlocksPerMultiprocessor : -1 - error;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def calculator(tmp_path_factory) -> ctypes.CDLL:
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason="cuda-pathfinder is not installed")
+    headers = pathfinder.find_nvidia_header_directory("cudart")
+    if headers is None or shutil.which("g++") is None:
+        pytest.skip("needs g++ and CUDA's headers")
+    folder = tmp_path_factory.mktemp("occupancy")
+    (folder / "calculator.cpp").write_text(CALCULATOR)
+    command = ["g++", "-shared", "-fPIC", f"-I{headers}", "-o", folder / "calculator.so"]
+    subprocess.run([*command, folder / "calculator.cpp"], check=True)
+    return ctypes.CDLL(str(folder / "calculator.so"))
+
+
+def test_every_target_has_its_limits():
+    assert {*MULTIPROCESSORS} == {*TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_occupancy_is_nvidias(calculator, target):
+    on, number = MULTIPROCESSORS[target], int(target.removeprefix("sm_"))
+    rng = np.random.default_rng(number)
+    most = on.shared_bytes - 1024
+    seen = set()
+    for _ in range(4000):
+        registers, threads = int(rng.integers(1, 256)), 32 * int(rng.integers(1, 33))
+        static = int(rng.choice([0, rng.integers(0, 48 << 10)]))
+        dynamic = int(rng.choice([0, rng.integers(0, most - static), most - static]))
+        arguments = (registers, threads, static, dynamic)
+        of_target = (number // 10, number % 10, on.warps, on.shared_bytes)
+        expected = calculator.blocks(*of_target, *arguments)
+        assert expected >= 0, arguments
+        assert resident_blocks(on, registers, threads, static + dynamic) == expected, arguments
+        seen.add(expected)
+    assert seen >= {0, 1, 2, 3, 4, on.blocks // 2}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_more_than_a_block_may_have(target):
+    on = MULTIPROCESSORS[target]
+    assert resident_blocks(on, 32, 128, on.shared_bytes - 1024) == 1
+    assert resident_blocks(on, 32, 128, on.shared_bytes - 1023) == 0
+    assert resident_blocks(on, 256, 32, 0) == 0
+    assert resident_blocks(on, 255, 1024, 0) == 0
+
+
+@pytest.mark.parametrize("key", [*keys.every_key()], ids=lambda key: key.name_expression)
+def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
+    """The block of a real call of the kernel."""
+    import ml_dtypes
+
+    import replayssm_cupy as ssm
+
+    if not isinstance(key, CheckpointingSsuKey | SelectiveStateUpdateKey):
+        assert plan.launch_shape(key) is None
+        return
+    launched: list[plan.Plan] = []
+
+    class Recorder:
+        def launch(self, plan: plan.Plan, stream: int) -> None:
+            launched.append(plan)
+
+    monkeypatch.setitem(plan.launchers, "cpu", Recorder())
+    types = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in keys.STATE_DTYPES}
+    activation = types[key.activation_dtype]
+    replay = isinstance(key, CheckpointingSsuKey)
+    tokens = keys.TOKENS_PER_TILE * key.token_tiles if replay else 1
+    x = np.zeros((1, tokens, 2, 64), activation)
+    B = np.zeros((1, tokens, 1, key.dstate), activation)
+    dt, A = np.zeros((1, tokens, 2), np.float32), -np.ones(2, np.float32)
+    state = np.zeros((1, 2, 64, key.dstate), types[key.state_dtype])
+    scale = np.ones((1, 2, 64), np.float32) if state.itemsize == 1 else None
+    if replay:
+        rings = (
+            np.zeros((1, 2, 32, 64), activation), np.zeros((1, 1, 32, key.dstate), activation),
+            np.zeros((1, 2, 32), np.float32), np.zeros(1, np.int32), np.zeros(1, np.int32),
+        )  # fmt: skip
+        ssm.checkpointing_ssu(state, *rings, x, dt, A, B, B, state_scale=scale, max_window=16)
+    else:
+        ssm.selective_state_update(state, x, dt, A, B, B, state_scale=scale)
+    assert launched[-1].key == key
+    shape = plan.launch_shape(key)
+    assert shape == (launched[-1].block[0], launched[-1].shared_bytes)
+    assert launched[-1].block[1:] == (1, 1)
+    decode._plans.clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> None:
+    """An NVRTC whose every kernel has 168 registers."""
+
+    def compile_cubin(group, arch):
+        assert arch in ("sm_90", "sm_103a")
+        found = [Resources(key.name_expression, 168, 512, 8, 16) for key in group]
+        return b"", found
+
+    monkeypatch.setattr(resources, "compile_cubin", compile_cubin)
+
+
+def test_json(compiled, capsys):
+    assert main(["kernels", "--arch", "sm_103a", "--json"]) == 0
+    rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {*rows} == {key.name_expression for key in keys.every_key()}
+    plain = SelectiveStateUpdateKey("float32", "bfloat16", 128).name_expression
+    # 168 registers make 5,376 a warp: three warps in each of four partitions.
+    assert rows[plain] == {
+        "kernel": plain, "registers": 168, "shared_bytes": 512, "spill_bytes": 8, "stack_bytes": 16,
+        "dynamic_shared_bytes": 0, "threads": 128, "resident_blocks": 3, "resident_warps": 12,
+    }  # fmt: skip
+    assert rows[AdvanceRingKey().name_expression]["resident_blocks"] is None
+
+
+def test_table(compiled, capsys):
+    assert main(["kernels"]) == 0
+    _, head, *lines = capsys.readouterr().out.splitlines()
+    names = ["registers", "static", "dynamic", "spilled", "stack", "threads", "blocks", "warps"]
+    assert head.split() == ["kernel", "(sm_90)", *names]
+    assert len({len(line) for line in (head, *lines)}) == 1
+    plain = SelectiveStateUpdateKey("float32", "bfloat16", 128).name_expression
+    cells = {line[:46].strip(): line[46:].split() for line in lines}
+    assert cells[plain] == ["168", "512", "0", "8", "16", "128", "3", "12"]
+    assert cells["advance_ring"] == ["168", "512", "-", "8", "16", "-", "-", "-"]
+
+
+def test_unknown_target(capsys):
+    assert main(["kernels", "--arch", "sm_70"]) == 2
+    assert capsys.readouterr().err.startswith("error: arch: expected one of sm_80, ")
