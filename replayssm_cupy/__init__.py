@@ -3,6 +3,8 @@
 from .errors import ReplaySSMError
 from .layer_stack import LayerStack
 from .ops import checkpointing_ssu, selective_state_update
+from .prefix import replayssm_materialize
+from .prefix_plan import plan_materialize
 from .slots import advance_ring, load_state, reset_slots, warm_up
 
 __version__ = "0.1.0"
@@ -13,6 +15,8 @@ __all__ = [
     "advance_ring",
     "checkpointing_ssu",
     "load_state",
+    "plan_materialize",
+    "replayssm_materialize",
     "reset_slots",
     "selective_state_update",
     "warm_up",

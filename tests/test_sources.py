@@ -30,11 +30,18 @@ CUDA = ROOT / "cuda"
 
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
-    "__init__": {"errors", "layer_stack", "ops", "slots"},
+    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "slots"},
     "__main__": {"compiler", "demo", "doctor", "errors"},
     # The library, from the outside in.
-    "layer_stack": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "keys",
-                    "ops", "plan", "slots"},
+    "layer_stack": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "errors",
+                    "keys", "ops", "plan", "prefix_plan", "slot_files", "slots", "snapshots"},
+    "slot_files": {"arrays", "checks", "decode_checks", "errors", "snapshots"},
+    "snapshots": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "errors",
+                  "keys", "plan", "prefix", "prefix_plan"},
+    "prefix": {"arrays", "checked", "checks", "compiler", "decode", "keys", "plan",
+               "prefix_checks", "reference"},
+    "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
+    "prefix_checks": {"arrays", "errors", "keys", "plan"},
     "slots": {"arrays", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
               "reference"},
     "ops": {"arrays", "checked", "checks", "decode", "decode_checks"},
@@ -71,8 +78,13 @@ LIBRARIES = {
     "mamba2_weights": {"numpy", "ml_dtypes", "safetensors"},
     "numerics": {"numpy", "ml_dtypes"},
     "decode_checks": {"numpy"},
+    "prefix": {"numpy"},
+    "prefix_checks": {"numpy"},
+    "prefix_plan": {"numpy"},
     "reference": {"numpy"},
+    "slot_files": {"numpy"},
     "slots": {"numpy"},
+    "snapshots": {"numpy"},
     "speculative": {"numpy"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
@@ -175,6 +187,7 @@ MAY_INCLUDE = {
     "ptx.cuh": set(),
     "convert.cuh": {"params.cuh", "ptx.cuh"},
     "replay.cuh": {"convert.cuh"},
+    "fold.cuh": {"replay.cuh"},
     "step.cuh": {"replay.cuh"},
     "flush.cuh": {"step.cuh"},
 }
