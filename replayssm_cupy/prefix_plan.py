@@ -210,8 +210,8 @@ def _plan_on_host(
         _known(a[name])
         for name in ("ring_start", "prev_num_accepted_tokens", "src_slots", "dst_slots")
     )
-    given = {name: a[name] for name in ("prefix_len", "committed_lens", "num_accepted",
-                                        "boundaries")}  # fmt: skip
+    names = ("prefix_len", "committed_lens", "num_accepted", "boundaries")
+    given = {name: a.get(name) for name in names}
     planned = []
     for row in range(len(src)):
         pair = int(src[row]), int(dst[row])

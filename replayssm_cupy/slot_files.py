@@ -62,29 +62,46 @@ def import_slots(snapshots: Snapshots, image: Mapping[str, Any], slots: Any) -> 
     if arrays["header_crc32"].tolist() != [zlib.crc32(text)]:
         raise ReplaySSMError("image['header']: its checksum does not fit, the image is damaged")
     header = json.loads(text)
-    if header["format"] != _FORMAT or header["version"] != VERSION:
+    if (header.get("format"), header.get("version")) != (_FORMAT, VERSION):
         raise ReplaySSMError(
             f"image['header']: expected {_FORMAT!r} of version {VERSION}, got "
-            f"{header['format']!r} of version {header['version']}"
+            f"{header.get('format')!r} of version {header.get('version')}"
         )
     for name, expected in _geometry(snapshots).items():
-        if header[name] != expected:
+        if header.get(name) != expected:
             raise ValueError(
-                f"image['header']: expected {name} = {expected} as in the stack, got {header[name]}"
+                f"image['header']: expected {name} = {expected} as in the stack, got "
+                f"{header.get(name)}"
             )
     images = arrays["slots"]
-    shape = header["slots"], header["bytes_per_slot"]
-    if images.shape != shape:
-        raise ReplaySSMError(f"image['slots']: expected shape {shape}, got {images.shape}")
-    for row, expected in enumerate(header["crc32"]):
-        if zlib.crc32(images[row].tobytes()) != expected:
-            raise ReplaySSMError(
-                f"image['slots']: the checksum of row {row} does not fit, the image is damaged"
-            )
+    _check_images(images, header, snapshots.layout.max_window)
     chosen = _slot_list(slots, snapshots.layout.num_slots, distinct=True)
     if len(chosen) != len(images):
         raise ValueError(f"slots: expected {len(images)} slots, one an image, got {len(chosen)}")
     snapshots.unpack(np.ascontiguousarray(images), header["live"], chosen)
+
+
+def _check_images(images: Array, header: dict[str, Any], max_window: int) -> None:
+    """The bytes are as many as the header says, and the same ones."""
+    shape = header.get("slots"), header["bytes_per_slot"]
+    if images.shape != shape:
+        raise ReplaySSMError(f"image['slots']: expected shape {shape}, got {images.shape}")
+    live, sums = header.get("live", []), header.get("crc32", [])
+    if len(live) != len(images) or len(sums) != len(images):
+        raise ReplaySSMError(
+            f"image['header']: expected {len(images)} live counts and checksums, got {len(live)} "
+            f"and {len(sums)}"
+        )
+    for row, rows in enumerate(live):
+        if not 0 <= rows <= max_window:
+            raise ReplaySSMError(
+                f"image['header']: expected live rows from 0 to {max_window}, got {rows} in row "
+                f"{row}"
+            )
+        if zlib.crc32(images[row].tobytes()) != sums[row]:
+            raise ReplaySSMError(
+                f"image['slots']: the checksum of row {row} does not fit, the image is damaged"
+            )
 
 
 def _geometry(snapshots: Snapshots) -> dict[str, Any]:
