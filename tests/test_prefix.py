@@ -368,3 +368,141 @@ def test_far_slots_and_strided_pages(place):
         exact = exact_prefix(pools, layers.A[layer], 8, 3, 6)
         assert_state(got, 0, exact, "float32", f"layer {layer}")
         assert np.array_equal(bits(got.state[5]), bits(pools.state[1]))
+
+
+# --- Checked mode and wrong input ----------------------------------------------------------------
+
+
+GOOD = {"src": [0, 1, 2], "dst": [4, 5, 6], "start": [0, 7, 3], "prefix": [6, 0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"active": [0, 3, -1]}, "active_request_indices: expected requests from 0 to 2, got 3 at "
+         "place 1"),
+        ({"active": [0, -1, 2]}, "active_request_indices: expected only -1 behind the first "
+         "negative entry, at place 1, got 2 at place 2"),
+        ({"active": [2, 0, 2]}, "active_request_indices: expected each request once, got 2 at "
+         "places 0 and 2"),
+        ({"start": [0, 8, 3]}, "ring_start: expected values from 0 to 7, got 8 at request 1"),
+        ({"start": [0, -1, 3]}, "ring_start: expected values from 0 to 7, got -1 at request 1"),
+        ({"prefix": [6, 0, 7]}, "replay_prefix_len: expected at most max_window = 6, got 7 at "
+         "request 2"),
+        ({"dst": [4, 5, 4]}, "dst_slots: expected distinct slots, got slot 4 at requests 0 and 2"),
+        ({"dst": [4, 2, 6]}, "dst_slots: expected no other request's source, got slot 2 at request "
+         "1, the source of request 2"),
+    ],
+)  # fmt: skip
+def test_checks(place, change, message):
+    layers = make_layers(place, CASE, 2, np.random.default_rng(20))
+    given = GOOD | {"active": [0, 1, 2]} | change
+    with pytest.raises((ssm.ReplaySSMError, ValueError), match=f"^{message}$") as caught:
+        layers.materialize(**given, check=True)
+    if place.name != "reference":
+        assert type(caught.value) is ssm.ReplaySSMError
+    for layer, pools in enumerate(layers.pools):
+        same_bits(layers.snapshot(layer), pools, slice(None))
+
+
+def test_a_check_of_good_metadata(place, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    layers = make_layers(place, CASE, 2, np.random.default_rng(21))
+    slots = {"src": [0, 0, -1], "dst": [4, 0, 4], "prefix": [6, -1, 2]}
+    layers.materialize(**(GOOD | slots), active=[2, 0, 1])
+    for layer, pools in enumerate(layers.pools):
+        exact = exact_prefix(pools, layers.A[layer], 0, 0, 6)
+        assert_state(layers.snapshot(layer), 4, exact, "float32", f"layer {layer}")
+
+
+@pytest.mark.parametrize(
+    ("table", "address", "state_dtype"),
+    [("state_ptrs", 0, "float32"), ("x_cache_ptrs", 2, "float32"), ("B_cache_ptrs", 0, "float32"),
+     ("dt_cache_ptrs", 1, "float32"), ("A_ptrs", 0, "float32"), ("state_scale_ptrs", 0, "int8")],
+)  # fmt: skip
+def test_checks_of_the_tables(backend, table, address, state_dtype):
+    """An address of 0, or one that no array of the kind can have."""
+    case = replace(CASE, state_dtype=state_dtype)
+    layers = make_layers(backend, case, 2, np.random.default_rng(22))
+    good = layers.tables()
+    wrong = backend.get(good[table]).copy()
+    wrong[1] = address if address == 0 else wrong[1] + address
+    layers.tables = lambda: good | {table: backend.put(wrong)}  # type: ignore[method-assign]
+    message = f"^{table}: expected an aligned address other than 0, got {int(wrong[1]):#x} at layer"
+    with pytest.raises(ssm.ReplaySSMError, match=message):
+        layers.materialize(**GOOD, check=True)
+    for layer, pools in enumerate(layers.pools):
+        same_bits(layers.snapshot(layer), pools, slice(None))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dim": 72}, ValueError, "dim: expected one of 64, 80, 96, 128, got 72 "),
+        ({"dstate": 100}, ValueError, "dstate: expected one of 64, 128, 256, got 100 "),
+        ({"num_heads": 2**31}, ValueError, "num_heads: expected 1 to 268435455, got 2147483648"),
+        ({"num_heads": 0}, ValueError, "num_heads: expected 1 to 268435455, got 0"),
+        ({"heads_per_group": 3}, ValueError, "heads_per_group: expected a divisor of num_heads = "
+         "4, got 3"),
+        ({"max_window": 17}, ValueError, "max_window: expected 1 to 16, got 17"),
+        ({"ring_buffer_len": 5}, ValueError, r"ring_buffer_len: expected max_window = 6 to \d+, "
+         "got 5"),
+        ({"state_dtype": "int32"}, TypeError, "state_dtype: expected one of float32, .* got int32"),
+        ({"input_dtype": "int8"}, TypeError, "input_dtype: expected one of .* got int8"),
+        ({"matrixA_dtype": "int8"}, TypeError, "matrixA_dtype: expected one of .* got int8"),
+        ({"state_dtype": "wrong"}, TypeError, "state_dtype: expected one of .* got wrong"),
+        ({"philox_rounds": 11}, ValueError, "philox_rounds: expected 0 to 10, got 11"),
+        ({"philox_rounds": 3}, ValueError, r"rand_seed: expected \(1,\) int64 with 3 rounds, got"),
+        ({"philox_rounds": 3, "rand_seed": np.zeros(1, np.int64)}, ValueError, "philox_rounds: "
+         "expected 0 with a float32 state, which is not rounded, got 3"),
+        ({"rand_seed": np.zeros(1, np.int32)}, TypeError, "rand_seed: expected int64, got int32"),
+        ({"pad_slot_id": 2**63}, ValueError, "pad_slot_id: expected a 64-bit integer"),
+        ({"dependency_inputs": [3]}, TypeError, r"dependency_inputs\[0\]: expected an array"),
+        ({"check": "all"}, ValueError, "check: expected False, True"),
+        ({"prefix": [1, 2]}, ValueError, r"replay_prefix_len: expected \(batch,\) = \(3,\), got "
+         r"\(2,\) \(batch from src_slots\)"),
+        ({"active": [0, 1]}, ValueError, r"active_request_indices: expected \(batch,\) = \(3,\), "),
+        ({"dst": [0, 1]}, ValueError, r"dst_slots: expected \(layers, batch\) = \(2, 3\), got "),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(place, change, error, message):
+    layers = make_layers(place, CASE, 2, np.random.default_rng(23))
+    given = GOOD | {"active": [0, 1, -1]} | change
+    with pytest.raises(error, match=f"^{message}") as caught:
+        layers.materialize(**given)
+    assert "\n" not in str(caught.value)
+    for layer, pools in enumerate(layers.pools):
+        same_bits(layers.snapshot(layer), pools, slice(None))
+
+
+@pytest.mark.parametrize("fault", ["dtype", "rank", "length", "stride", "slots", "none"])
+def test_wrong_tables(place, fault):
+    layers = make_layers(place, CASE, 2, np.random.default_rng(24))
+    good = layers.tables()
+    table, message = place.get(good["B_cache_ptrs"]), "B_cache_ptrs: expected "
+    if fault == "dtype":
+        table, message = table.astype(np.int32), message + "one of int64, uint64, got int32"
+    elif fault == "rank":
+        table, message = table[:, None], message + r"\(layers,\) = \(2,\), got \(2, 1\)"
+    elif fault == "length":
+        table, message = table[:1], message + r"\(layers,\) = \(2,\), got \(1,\)"
+    elif fault == "stride":
+        message += r"a contiguous array, got strides \(2,\)"
+    elif fault == "slots":
+        layers.pools = layers.pools[:1]
+        message = r"src_slots: expected \(layers, batch\) = \(2, batch\), got \(1, 3\)"
+    else:
+        good = {name: place.put(place.get(a)[:0]) for name, a in good.items()}
+        table = table[:0]
+        message = "state_ptrs: expected at least one layer, got 0"
+    put = place.put(np.repeat(table, 2))[::2] if fault == "stride" else place.put(table)
+    layers.tables = lambda: good | {"B_cache_ptrs": put}  # type: ignore[method-assign]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        layers.materialize(**GOOD)
+
+
+def test_an_empty_batch(place):
+    layers = make_layers(place, CASE, 2, np.random.default_rng(25))
+    layers.materialize([], [], [], [], active=[])
+    for layer, pools in enumerate(layers.pools):
+        same_bits(layers.snapshot(layer), pools, slice(None))
