@@ -398,7 +398,6 @@ def _host_list(array: View) -> Any:
 
 def _to_host(array: Any) -> np.ndarray[Any, Any]:
     """A NumPy copy of an array of NumPy, CuPy or torch."""
-    for method in ("get", "cpu"):
-        if hasattr(array, method):
-            array = getattr(array, method)()
-    return np.array(array)
+    if hasattr(array, "cpu"):
+        array = array.cpu().numpy()
+    return np.array(array.get() if hasattr(array, "get") else array)

@@ -279,6 +279,20 @@ def test_the_list_ends_at_its_first_negative_entry(place):
         assert_state(got, 7, exact, "float32", "request 3")
 
 
+@pytest.mark.parametrize("pad", [0, 5, -1])
+def test_padding(place, pad):
+    """A slot that is pad_slot_id, whichever number that is, or negative."""
+    rng = np.random.default_rng(11)
+    layers = make_layers(place, CASE, 2, rng)
+    src, dst = np.array([0, 1, 2, -3]), np.array([4, 5, 6, 7])
+    layers.materialize(src, dst, [1, 1, 1, 1], [3, 0, 3, 0], pad_slot_id=pad)
+    written = [int(d) for s, d in zip(src, dst, strict=True) if pad not in (s, d) and s >= 0]
+    for layer, pools in enumerate(layers.pools):
+        got = layers.snapshot(layer)
+        same_bits(got, pools, np.setdiff1d(np.arange(CASE.num_slots), written))
+        assert not any(np.array_equal(got.state[slot], pools.state[slot]) for slot in written)
+
+
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_an_exact_copy_keeps_every_byte(place, state_dtype):
     """NaN payloads, infinities, negative zero, and the NaN of a scale."""

@@ -286,6 +286,19 @@ def test_the_plan_against_its_rule(place):
     assert np.array_equal(place.get(cursors[1]), expected_prev)
 
 
+def test_slots_that_are_too_large_are_padding(place):
+    stack, _ = make_stack(place, CASE, 2, fill=True)
+    stack.refresh(weights(place, CASE, 2))
+    before = contents(place, stack)
+    for src, dst in ((8, 1), (1, 8), (1, 10**6), (10**6, 1)):
+        one = [integers(place, [slot], np.int64) for slot in (src, dst)]
+        stack.materialize(*one, integers(place, [0]))
+        layered = [place.put(np.full((2, 1), slot, np.int64)) for slot in (src, dst)]
+        stack.materialize(*layered, integers(place, [0]))
+        stack.copy_slots(*one)
+    assert_same(contents(place, stack), before)
+
+
 def test_slots_of_each_layer(place):
     stack, pools = make_stack(place, CASE, 3, fill=True)
     stack.refresh(weights(place, CASE, 3))
