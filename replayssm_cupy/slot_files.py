@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import as_numpy, view
-from .checks import check_int
+from .checks import check_dtype, check_int
 from .decode_checks import check_host_cursors
 from .errors import ReplaySSMError
 from .snapshots import Snapshots
@@ -144,10 +144,9 @@ def _slot_list(slots: Any, num_slots: int, distinct: bool) -> list[int]:
             check_int("slots", slot)
     else:
         array = view(slots, "slots")
-        if array.dtype not in ("int32", "int64") or len(array.shape) != 1:
-            raise TypeError(
-                f"slots: expected (batch,) int32 or int64, got {array.dtype} {array.shape}"
-            )
+        check_dtype(array, ("int32", "int64"))
+        if len(array.shape) != 1:
+            raise ValueError(f"slots: expected (batch,), got {array.shape}")
         owner: Any = slots
         chosen = as_numpy(array).tolist() if array.device.kind == "cpu" else owner.tolist()
     for slot in chosen:

@@ -414,6 +414,108 @@ def test_unchecked_prefix_is_bounded_by_the_live_rows(backend):
     np.testing.assert_array_equal(values(backend, stack, 4), values(backend, stack, 5))
 
 
+# --- Wrong input ---------------------------------------------------------------------------------
+
+
+INT8 = np.zeros(2, np.int8)
+CALLS = {
+    "materialize": {"src_slots": [0, 1], "dst_slots": [4, 5], "prefix_len": [2, 2]},
+    "materialize_blocks": {"src_slots": [0, 1], "dst_slots": [4, 5], "committed_lens": [7, 7],
+                           "num_accepted": [2, 2], "block_size": 4},
+    "copy_slots": {"src_slots": [0, 1], "dst_slots": [4, 5]},
+    "fork": {"src_slots": [0, 1], "dst_slots": [[4, 5], [6, 7]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "error", "message"),
+    [
+        ("materialize", {"src_slots": INT8}, TypeError, "src_slots: expected one of int32, int64, "
+         "got int8"),
+        ("materialize", {"dst_slots": [[1, 2]]}, ValueError, r"dst_slots: expected \(batch,\) or "
+         r"\(layers, batch\) = \(2, batch\), got \(1, 2\)"),
+        ("materialize", {"dst_slots": [1, 2, 3]}, ValueError, r"dst_slots: expected \(batch,\) = "
+         r"\(2,\), got \(3,\) \(batch from src_slots\)"),
+        ("materialize", {"prefix_len": [1]}, ValueError, r"prefix_len: expected \(batch,\) = "),
+        ("materialize", {"prefix_len": INT8}, TypeError, "prefix_len: expected one of int32, "),
+        ("materialize", {"prefix_len": 3}, TypeError, "prefix_len: expected an array of PyTorch"),
+        ("materialize", {"check": 2}, ValueError, "check: expected False, True or"),
+        ("materialize", {"pad_slot_id": "0"}, TypeError, "pad_slot_id: expected an int, got str"),
+        ("materialize_blocks", {"block_size": 0}, ValueError, "block_size: expected at least 1, "),
+        ("materialize_blocks", {"block_size": None}, ValueError, "block_size: expected it or "
+         "boundaries, got neither"),
+        ("materialize_blocks", {"boundaries": [4, 4]}, ValueError, "block_size: expected it or "
+         "boundaries, got both"),
+        ("materialize_blocks", {"block_size": 2.5}, TypeError, "block_size: expected an int, got"),
+        ("materialize_blocks", {"num_accepted": [1, 2, 3]}, ValueError, "num_accepted: expected "),
+        ("materialize_blocks", {"committed_lens": INT8}, TypeError, "committed_lens: expected one"),
+        ("copy_slots", {"dst_slots": [4]}, ValueError, r"dst_slots: expected \(batch,\) = "),
+        ("copy_slots", {"src_slots": INT8}, TypeError, "src_slots: expected one of int32, int64, "),
+        ("fork", {"dst_slots": [4, 5]}, ValueError, r"dst_slots: expected \(batch, copies\) = "),
+        ("fork", {"pad_slot_id": 2**63}, ValueError, "pad_slot_id: expected a 64-bit integer"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(place, call, change, error, message):
+    stack, _ = make_stack(place, CASE, 2, fill=True)
+    stack.refresh(weights(place, CASE, 2))
+    stack.prev_num_accepted_tokens[...] = 5
+    given = {
+        name: place.put(value if isinstance(value, np.ndarray) else np.array(value, np.int32))
+        if isinstance(value, list | np.ndarray) else value
+        for name, value in (CALLS[call] | change).items()
+    }  # fmt: skip
+    before = contents(place, stack)
+    with pytest.raises(error, match=f"^{message}") as caught:
+        getattr(stack, call)(**given)
+    assert "\n" not in str(caught.value)
+    assert_same(contents(place, stack), before)
+
+
+@pytest.mark.parametrize(
+    ("slots", "error", "message"),
+    [
+        (3, TypeError, "slots: expected a list of slots, got int"),
+        ([0, 8], ValueError, "slots: expected 0 to 7, got 8"),
+        ([-1], ValueError, "slots: expected 0 to 7, got -1"),
+        ([1.5], TypeError, "slots: expected an int, got float"),
+        (np.zeros(2, np.uint8), TypeError, "slots: expected one of int32, int64, got uint8"),
+        (np.zeros((2, 1), np.int32), ValueError, r"slots: expected \(batch,\), got \(2, 1\)"),
+    ],
+)
+def test_wrong_slots_of_an_export(place, slots, error, message):
+    stack, _ = make_stack(place, CASE, 2, fill=True)
+    with pytest.raises(error, match=f"^{message}$"):
+        stack.export_slots(place.put(slots) if isinstance(slots, np.ndarray) else slots)
+
+
+def test_an_export_looks_at_the_cursors(place):
+    stack, _ = make_stack(place, CASE, 2, fill=True)
+    stack.prev_num_accepted_tokens[1] = 17
+    with pytest.raises(ValueError, match="^prev_num_accepted_tokens: expected values from 0 to"):
+        stack.export_slots([1])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"max_window": 17}, ValueError, "max_window: expected 1 to 16, got 17"),
+        ({"ring_buffer_len": 15}, ValueError, r"ring_buffer_len: expected max_window = 16 to "),
+        ({"ring_start": np.zeros(4, np.int64)}, TypeError, "ring_start: expected int32, got int64"),
+        ({"dst_slots": np.zeros(3, np.int32)}, ValueError, r"dst_slots: expected \(batch,\) = "),
+        ({"prev_num_accepted_tokens": np.zeros(5, np.int32)}, ValueError,
+         r"prev_num_accepted_tokens: expected \(num_slots,\) = \(4,\), got \(5,\)"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_a_plan(place, change, error, message):
+    given = {"ring_start": np.zeros(4, np.int32), "prev_num_accepted_tokens": np.zeros(4, np.int32),
+             "src_slots": np.zeros(2, np.int32), "dst_slots": np.ones(2, np.int32),
+             "committed_lens": np.zeros(2, np.int32), "num_accepted": np.zeros(2, np.int32),
+             "block_size": 4, "max_window": 16, "ring_buffer_len": 20} | change  # fmt: skip
+    given = {n: place.put(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
+    with pytest.raises(error, match=f"^{message}"):
+        ssm.plan_materialize(**given)
+
+
 # --- Copies --------------------------------------------------------------------------------------
 
 
