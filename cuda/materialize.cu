@@ -22,11 +22,11 @@ constexpr int kResident = (sizeof(State) == 2 ? 4 : 3) - (kDstate > 128);
 struct Place {
   int inner, layer, position;  // slab of a head of a layer; place in the active list
 
-  __device__ Place(int64_t index, const MaterializeParams& params, int slabs) {
-    const int64_t row = index / (params.nheads * slabs);
-    inner = static_cast<int>(index - row * (params.nheads * slabs));
-    position = static_cast<int>(row / params.layers);
-    layer = static_cast<int>(row - static_cast<int64_t>(position) * params.layers);
+  __device__ Place(int index, const MaterializeParams& params, int slabs) {
+    const int of_layer = params.nheads * slabs, row = index / of_layer;
+    inner = index - row * of_layer;
+    position = row / params.layers;
+    layer = row - position * params.layers;
   }
 
   __device__ __forceinline__ void advance(const Place& step, const MaterializeParams& params,
@@ -38,11 +38,11 @@ struct Place {
   }
 };
 
-// A slot that takes part, or -1.
+// A slot that takes part, else a negative number.
 __device__ __forceinline__ int64_t load_slot(const MaterializeParams& params, const void* slots,
                                              int64_t index, int type) {
   const int64_t slot = convert::load_index(slots, index, type);
-  return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
+  return slot == params.pad_slot_id || slot >= params.num_slots ? -1 : slot;
 }
 
 // One slab: where it comes from and goes to. Values outside their ranges would be a caller's fault;
@@ -268,9 +268,8 @@ __global__ void __launch_bounds__(kThreads, kResident<State, kDstate>)
   constexpr int kWarps = kThreads / 32;
   const Lane lane;
   const int slabs = params.head_dim / kRows;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
-  const Place step(warps, params, slabs);
-  Place place(static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5), params, slabs);
+  const Place step(static_cast<int>(gridDim.x) * kWarps, params, slabs);
+  Place place(static_cast<int>(blockIdx.x * kWarps + (threadIdx.x >> 5)), params, slabs);
   for (; place.position < params.batch; place.advance(step, params, slabs)) {
     int request = place.position;
     if (params.active_request_indices != nullptr) {

@@ -286,6 +286,29 @@ def test_the_plan_against_its_rule(place):
     assert np.array_equal(place.get(cursors[1]), expected_prev)
 
 
+def test_boundaries_that_no_row_of_the_ring_reaches(place):
+    """22 tokens of which 5 are live: boundaries from 17, the checkpoint's own, to 22 are there."""
+    boundaries, expected = [23, 22, 17, 16, -1, 0, 20], [-1, 5, 0, -1, -1, -1, 3]
+    rows = len(boundaries)
+    start, prev = np.full(2 * rows, 9, np.int32), np.full(2 * rows, 5, np.int32)
+    cursors = place.put(start), place.put(prev)
+    plan = ssm.plan_materialize(
+        *cursors, integers(place, range(rows)), integers(place, range(rows, 2 * rows)),
+        integers(place, [20] * rows), integers(place, [2] * rows),
+        boundaries=integers(place, boundaries), max_window=16, ring_buffer_len=20,
+    )  # fmt: skip
+    assert place.get(plan.replay_prefix_len).tolist() == expected
+    assert place.get(plan.active_request_indices).tolist() == [1, 2, 6, -1, -1, -1, -1]
+    moved = [rows + row for row in (1, 2, 6)]
+    assert np.flatnonzero(place.get(cursors[1]) == 0).tolist() == moved
+    again = ssm.plan_materialize(
+        *cursors, integers(place, range(rows)), integers(place, range(rows, 2 * rows)),
+        integers(place, [20] * rows), integers(place, [-1] * rows), block_size=10, max_window=16,
+        ring_buffer_len=20, out=plan,
+    )  # fmt: skip
+    assert again is plan and place.get(plan.active_request_indices).tolist() == [-1] * rows
+
+
 def test_slots_that_are_too_large_are_padding(place):
     stack, _ = make_stack(place, CASE, 2, fill=True)
     stack.refresh(weights(place, CASE, 2))
@@ -491,7 +514,7 @@ def test_wrong_slots_of_an_export(place, slots, error, message):
 def test_an_export_looks_at_the_cursors(place):
     stack, _ = make_stack(place, CASE, 2, fill=True)
     stack.prev_num_accepted_tokens[1] = 17
-    with pytest.raises(ValueError, match="^prev_num_accepted_tokens: expected values from 0 to"):
+    with pytest.raises(ValueError, match=r"^prev_num_accepted_tokens: expected values from 0"):
         stack.export_slots([1])
 
 

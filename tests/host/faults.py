@@ -294,7 +294,16 @@ EDITS = {
             "head / params.heads_per_group * params.B_cache_group_stride",
             "0 * params.B_cache_group_stride",
         ),
-        ("negative slots take part", "slot < 0 || ", ""),
+        (
+            "pad slot takes part",
+            "slot == params.pad_slot_id || slot >= params.num_slots",
+            "slot >= params.num_slots",
+        ),
+        (
+            "slots too large take part",
+            "slot == params.pad_slot_id || slot >= params.num_slots",
+            "slot == params.pad_slot_id",
+        ),
     ],
     "plan_materialize.cu": [
         ("boundary left behind counts", "boundary <= before", "boundary < before"),
