@@ -19,33 +19,36 @@ __device__ __forceinline__ int64_t load_slot(const PlanMaterializeParams& params
   return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
 }
 
-// Tokens between the checkpoint and the boundary, or -1.
-__device__ __forceinline__ int64_t find_prefix(const PlanMaterializeParams& params, int row,
-                                               int live) {
+// What a row asks for: a prefix, or the tokens behind its boundary, which end the live rows.
+struct Wish {
+  int64_t prefix, behind;
+  bool granted;
+};
+
+__device__ __forceinline__ Wish read_wish(const PlanMaterializeParams& params, int row) {
   if (params.prefix_len != nullptr) {
-    return convert::load_index(params.prefix_len, row * params.prefix_len_stride,
-                               params.prefix_len_type);
+    const int64_t prefix = convert::load_index(params.prefix_len, row * params.prefix_len_stride,
+                                               params.prefix_len_type);
+    return {prefix, 0, prefix >= 0};
   }
   const int64_t before = convert::load_index(
       params.committed_lens, row * params.committed_lens_stride, params.committed_lens_type);
   const int64_t accepted = convert::load_index(
       params.num_accepted, row * params.num_accepted_stride, params.num_accepted_type);
   const int64_t after = before + max(accepted, int64_t{0});
-  int64_t boundary;
   if (params.boundaries != nullptr) {
-    boundary = convert::load_index(params.boundaries, row * params.boundaries_stride,
-                                   params.boundaries_type);
-    if (boundary < 0) return -1;
-  } else {
-    boundary = after / params.block_size * params.block_size;
-    if (boundary <= before) return -1;
+    const int64_t boundary = convert::load_index(params.boundaries, row * params.boundaries_stride,
+                                                 params.boundaries_type);
+    return {-1, after - boundary, boundary >= 0 && boundary <= after};
   }
-  return boundary > after ? -1 : live - (after - boundary);
+  const int64_t boundary = after / params.block_size * params.block_size;
+  return {-1, after - boundary, boundary > before};
 }
 
 __device__ __forceinline__ Row plan_row(const PlanMaterializeParams& params, int row) {
   Row planned{-1, -1, 0, 0, -1};
   if (row >= params.batch) return planned;
+  const Wish wish = read_wish(params, row);  // on its way while the slots are
   planned.src =
       load_slot(params, params.src_slots, row * params.src_slots_stride, params.src_slots_type);
   planned.dst =
@@ -54,7 +57,8 @@ __device__ __forceinline__ Row plan_row(const PlanMaterializeParams& params, int
   planned.start = params.ring_start[planned.src * params.ring_start_stride];
   planned.live =
       params.prev_num_accepted_tokens[planned.src * params.prev_num_accepted_tokens_stride];
-  int64_t prefix = find_prefix(params, row, planned.live);
+  if (!wish.granted) return planned;
+  int64_t prefix = wish.prefix >= 0 ? wish.prefix : planned.live - wish.behind;
   // Rows behind the live ones are dead. A plan that is only checked tells what was asked for.
   if (params.move_cursors) prefix = min(prefix, int64_t{max(planned.live, 0)});
   planned.prefix = static_cast<int>(min(max(prefix, int64_t{-1}), int64_t{1} << 30));

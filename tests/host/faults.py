@@ -306,7 +306,7 @@ EDITS = {
         ),
     ],
     "plan_materialize.cu": [
-        ("boundary left behind counts", "boundary <= before", "boundary < before"),
+        ("boundary left behind counts", "boundary > before}", "boundary >= before}"),
         ("list of each warp begins anew", "place += w < warp ? counts[w] : 0;", ""),
         ("list of each batch of rows begins anew", "planned += counts[w];", ""),
         (
@@ -321,11 +321,7 @@ EDITS = {
             "prefix = min(prefix, int64_t{max",
             "prefix = max(prefix, int64_t{max",
         ),
-        (
-            "boundary beyond the newest token",
-            "return boundary > after ? -1 :",
-            "return false ? -1 :",
-        ),
+        ("boundary beyond the newest token", "boundary >= 0 && boundary <= after", "boundary >= 0"),
     ],
     "copy_slots.cu": [
         (
