@@ -4,10 +4,10 @@
                                    [--prefixes 8,0]
 
 24 layers of 128 heads in 8 groups, 64 x 128, bfloat16 activations, a batch of 256 rows of which
-some are active. Microseconds are the median of CUDA-graph replays. Bytes are those of the states and
-scales, read and written, and of the ring rows, read; per cent are of the rate at which the same
-run copies 2 GiB, read and written. ``plan`` is the pair of launches that a step adds when it
-crosses nothing, or as many boundaries as rows are active.
+some are active. Microseconds are the median of CUDA-graph replays. Bytes are those of the states
+and scales, read and written, and of the ring rows, read; per cent are of the rate at which the
+same run copies 2 GiB, read and written. ``plan`` is the pair of launches that a step adds when it
+crosses as many boundaries as rows are active.
 """
 
 from __future__ import annotations

@@ -571,6 +571,26 @@ def test_copies_take_everything_along(place, state_dtype, rows):
         assert cursors(place, stack, slot) == (17, 7)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_copies_and_images_of_large_slots(place, state_dtype):
+    """More bytes than one round of loads of the whole grid, and a dt ring of odd length."""
+    case = Case(Shape("large", 24, 3, 128, 128), 1, 16, state_dtype, num_slots=3)
+    stack, pools = make_stack(place, case, 1, fill=True)
+    stack.ring_start[0], stack.prev_num_accepted_tokens[0] = 5, 16
+    stack.copy_slots(integers(place, [0]), integers(place, [2]))
+    stack.import_slots(stack.export_slots([2]), [1])
+    assert cursors(place, stack, 2) == (5, 16) and cursors(place, stack, 1) == (0, 16)
+    state = place.get(stack.states[0])
+    assert np.array_equal(bits(state[2]), bits(pools[0].state[0]))
+    assert np.array_equal(bits(state[1]), bits(pools[0].state[0]))
+    rows = (5 + np.arange(16)) % case.ring_buffer_len
+    for name, rings in (("x_cache", stack.x_caches), ("B_cache", stack.B_caches),
+                        ("dt_cache", stack.dt_caches)):  # fmt: skip
+        got, had = place.get(rings[0]), getattr(pools[0], name)
+        assert np.array_equal(bits(got[2][:, rows]), bits(had[0][:, rows])), name
+        assert np.array_equal(bits(got[1][:, :16]), bits(had[0][:, rows])), name
+
+
 def test_beams_fork_and_go_on(place):
     """Two parents, three children each, then different tokens in all of them."""
     case = replace(CASE, num_slots=10)
