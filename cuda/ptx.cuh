@@ -32,6 +32,12 @@ __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   return r;
 }
 
+// An address that a table holds. Loads from it are then global ones, not generic.
+template <class T>
+__device__ __forceinline__ T* global_pointer(long long address) {
+  return static_cast<T*>(__cvta_global_to_generic(static_cast<size_t>(address)));
+}
+
 // Asks for a cache line without waiting for it or keeping it.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -320,6 +320,12 @@ def test_slots_that_are_too_large_are_padding(place):
         stack.materialize(*layered, integers(place, [0]))
         stack.copy_slots(*one)
     assert_same(contents(place, stack), before)
+    # In one layer alone: the other's is written.
+    src, dst = np.array([[1], [8]], np.int32), np.array([[4], [4]], np.int32)
+    stack.materialize(place.put(src), place.put(dst), integers(place, [0]))
+    after = contents(place, stack)
+    assert np.array_equal(after["states[1]"], before["states[1]"])
+    assert np.array_equal(values(place, stack, 4), values(place, stack, 1))
 
 
 def test_slots_of_each_layer(place):
@@ -728,11 +734,11 @@ def test_images_that_are_refused(place, fault):
 
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])
 def test_a_slot_is_reused_as_new(place, state_dtype):
-    """R3, R16. Cursors, state and scale start anew; a ring of NaN is not read."""
+    """R3, R16. Cursors, state and scale start anew; the NaN of ring and state are not read."""
     case = replace(CASE, state_dtype=state_dtype)
     stack, _ = make_stack(place, case, 1)
     stack.ring_start[4], stack.prev_num_accepted_tokens[4] = 13, 11
-    stack.states[0][4] = 3
+    stack.states[0][4] = np.nan if state_dtype == "float32" else 3
     if stack.state_scales:
         stack.state_scales[0][4] = 0.5
     stack.reset(integers(place, [4]))

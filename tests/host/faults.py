@@ -28,9 +28,9 @@ SUITE = (
     "tests/host/test_histories.py",
 )
 
-# The kernels of whole slots have tests of their own.
-SNAPSHOT_SUITE = ("tests/test_prefix.py", "tests/test_snapshots.py")
-SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "fold.cuh")
+# The kernels of whole slots and the checks have tests of their own.
+SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "fold.cuh", "check.cu")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,11 @@
 
 namespace ptx {
 
+template <class T>
+inline T* global_pointer(long long address) {
+  return reinterpret_cast<T*>(address);
+}
+
 // Reads a byte instead, for AddressSanitizer to see.
 inline void prefetch_l2(const void* address) {
   static_cast<void>(*static_cast<const volatile char*>(address));
