@@ -32,12 +32,6 @@ __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   return r;
 }
 
-// An address that a table holds. Loads from it are then global ones, not generic.
-template <class T>
-__device__ __forceinline__ T* global_pointer(long long address) {
-  return static_cast<T*>(__cvta_global_to_generic(static_cast<size_t>(address)));
-}
-
 // Asks for a cache line without waiting for it or keeping it.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -79,6 +73,12 @@ __device__ __forceinline__ unsigned cvt_rs_e4m3x4(float v0, float v1, float v2, 
   PTX_CVT_RS("cvt.rs.satfinite.e4m3x4.f32 %0, {%1, %2, %3, %4}, %5;" : "=r"(r) : "f"(v3), "f"(v2),
              "f"(v1), "f"(v0), "r"(bits));
   return r;
+}
+
+// An address that a table holds. Loads from it are then global ones, not generic.
+template <class T>
+__device__ __forceinline__ T* global_pointer(long long address) {
+  return static_cast<T*>(__cvta_global_to_generic(static_cast<size_t>(address)));
 }
 
 }  // namespace ptx

@@ -4,11 +4,6 @@
 
 namespace ptx {
 
-template <class T>
-inline T* global_pointer(long long address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Reads a byte instead, for AddressSanitizer to see.
 inline void prefetch_l2(const void* address) {
   static_cast<void>(*static_cast<const volatile char*>(address));
@@ -208,6 +203,13 @@ inline unsigned cvt_rs_f16x2(float low, float high, unsigned bits) {
 }
 inline unsigned cvt_rs_e4m3x4(float v0, float v1, float v2, float v3, unsigned bits) {
   throw emu::Error("no cvt.rs here");
+}
+
+// ---------------------------------------------------------------------------------- addresses
+
+template <class T>
+inline T* global_pointer(long long address) {
+  return reinterpret_cast<T*>(address);
 }
 
 }  // namespace ptx
