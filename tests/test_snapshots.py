@@ -215,6 +215,79 @@ def test_order_and_decay_of_a_snapshot(place):
         np.testing.assert_allclose(values(place, stack, 4), oracle.state(0, 12 - prefix), rtol=1e-6)
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_a_fold_in_place_rounds_as_a_flush_does(place, state_dtype):
+    """With the stack's seed, which moves on between steps and differs from layer to layer."""
+    case = replace(CASE, state_dtype=state_dtype, num_slots=3)
+    A = weights(place, case, 2, -0.5)
+    everything = integers(place, range(3))
+    results = []
+    for folds in (True, False, True):
+        stack, _ = make_stack(place, case, 2, fill=True, stochastic_rounding=7)
+        stack.prev_num_accepted_tokens[...] = 9
+        if len(results) == 2:
+            stack.advance(everything, integers(place, [0, 0, 0]))
+        if folds:
+            stack.refresh(A)
+            stack.materialize(everything, everything, integers(place, [9, 9, 9]))
+        else:
+            stack.flush_slots(A)
+        assert cursors(place, stack, 1)[1] == 0
+        results.append([bits(place.get(state)) for state in stack.states])
+    for layer in range(2):
+        assert np.array_equal(results[0][layer], results[1][layer])
+        assert np.mean(results[0][layer] != results[2][layer]) > 0.02
+
+
+def strided_stack(place, case: Case, layers: int, heads_apart: list[int]):
+    """A stack whose heads, groups and ring rows lie apart inside a slot."""
+    rng = np.random.default_rng(31)
+    lists: dict[str, list] = {"state": [], "x_cache": [], "B_cache": [], "dt_cache": []}
+    pools = [make_stored(case, rng, fill=True) for _ in range(layers)]
+    for one, apart in zip(pools, heads_apart, strict=True):
+        for name, arrays in lists.items():
+            array = getattr(one, name)
+            shape = list(array.shape)
+            shape[1] *= apart
+            if name in ("x_cache", "B_cache"):
+                shape[2] *= 2
+            wide = np.zeros(shape, array.dtype)
+            view = wide[:, ::apart, ::2] if name in ("x_cache", "B_cache") else wide[:, ::apart]
+            view[...] = array
+            arrays.append(place.put(view) if place.name != "reference" else view)
+    cursor = [place.put(pools[0].ring_start), place.put(pools[0].prev_num_accepted_tokens)]
+    return ssm.LayerStack.from_arrays(*lists.values(), *cursor, npredicted=case.npredicted), pools
+
+
+def test_heads_and_rows_that_lie_apart(place):
+    stack, pools = strided_stack(place, CASE, 2, [3, 3])
+    packed, _ = make_stack(place, CASE, 2)
+    for ours, theirs in ((packed.states, "state"), (packed.x_caches, "x_cache"),
+                         (packed.B_caches, "B_cache"), (packed.dt_caches, "dt_cache")):  # fmt: skip
+        for layer, one in enumerate(pools):
+            edit(place, ours[layer], ..., getattr(one, theirs))
+    live = np.arange(CASE.num_slots, dtype=np.int32) + 3
+    for one in (stack, packed):
+        one.ring_start[...] = place.put(pools[0].ring_start)
+        one.prev_num_accepted_tokens[...] = place.put(live)
+        one.refresh(weights(place, CASE, 2, -0.5))
+        one.materialize(integers(place, [0, 1]), integers(place, [4, 5]), integers(place, [3, 2]))
+        one.copy_slots(integers(place, [2]), integers(place, [6]))
+        one.import_slots(one.export_slots([3]), [7])
+    for layer in range(2):
+        for slot in range(CASE.num_slots):
+            np.testing.assert_array_equal(values(place, stack, slot, layer),
+                                          values(place, packed, slot, layer))  # fmt: skip
+    a, b = (one.export_slots(range(CASE.num_slots))["slots"] for one in (stack, packed))
+    assert np.array_equal(a, b)
+
+
+def test_layers_that_lie_differently_are_refused(place):
+    stack, _ = strided_stack(place, CASE, 2, [3, 2])
+    with pytest.raises(ValueError, match=r"^states\[1\]: expected strides .* inside a slot as sta"):
+        stack.refresh(weights(place, CASE, 2))
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("block", [4, 7, 16])
 def test_block_boundaries(place, block, explicit):
