@@ -1,8 +1,7 @@
 // The states after the first m rows of their rings, written to other slots: prefix snapshots of all
 // layers in one launch.
 //
-//   S_dst = exp(c_m) S_src + sum_{j < m} exp(c_m - c_j) dt_j x_j B_j^T,   m = 0: a copy of the
-//   bytes
+//   S_dst = exp(c_m) S_src + sum_{j < m} exp(c_m - c_j) dt_j x_j B_j^T,   m = 0: a plain copy
 //
 // Equals reference.materialize; to nearest, the same bits as a flush of these rows. Persistent grid
 // of four-warp blocks. A warp works on one slab of 16 rows p at a time; slabs and heads come first,

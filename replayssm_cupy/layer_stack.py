@@ -661,7 +661,10 @@ class LayerStack:
                 )
 
     def warm_up(self) -> None:
-        """Compiles and loads every kernel that this stack may need; nothing to do on the CPU."""
+        """Compiles and loads every kernel of the decode loop; nothing to do on the CPU.
+
+        :meth:`refresh` does so for snapshots and copies.
+        """
         if self.device.kind == "cuda":
             slot_ops.warm_up(
                 dstate=self._first["state"].shape[3],

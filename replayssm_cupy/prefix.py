@@ -40,6 +40,7 @@ from .keys import (
 )
 from .plan import FLOAT_TYPES, INDEX_TYPES, MaterializeParams, Plan, launchers
 from .prefix_checks import HostMetadata, check_on_device, check_on_host
+from .prefix_plan import MAX_BATCH
 
 TABLES = (
     "state_ptrs",
@@ -57,7 +58,7 @@ TABLES = (
 SLAB = 16  # rows p of a head; a warp works on one such slab at a time
 WARPS = 4
 HOST_MULTIPROCESSORS = 2  # where tests run the kernel without a GPU
-MAX_HEADS = (2**31 - 1) // (max(HEAD_DIMS) // SLAB)
+MAX_HEADS = 2**30 // (max(HEAD_DIMS) // SLAB)  # the kernel counts slabs of a layer in an int
 UNKNOWN_SLOTS = 2**62  # how many there are, where the caller does not say
 
 
@@ -329,8 +330,10 @@ def _check_metadata(tables: dict[str, View], metadata: dict[str, View | None]) -
         if (array := metadata[name]) is not None:
             check_dtype(array, tuple(INDEX_TYPES) if len(shape) == 2 else ("int32",))
             letters.bind(array, shape)
-    if letters["batch"] >= 2**31:
-        raise ValueError(f"src_slots: expected a batch below 2^31, got {letters['batch']}")
+    if letters["batch"] > MAX_BATCH:
+        raise ValueError(
+            f"src_slots: expected a batch of at most {MAX_BATCH}, got {letters['batch']}"
+        )
     check_devices([*tables.values(), *metadata.values()])
     return letters
 

@@ -28,6 +28,7 @@ from .keys import MAX_WINDOW, PlanMaterializeKey
 from .plan import INDEX_TYPES, Plan, PlanMaterializeParams, launchers
 
 MAX_THREADS = 1024
+MAX_BATCH = 2**30  # the kernel counts rows in an int
 
 
 class MaterializePlan(NamedTuple):
@@ -177,6 +178,8 @@ def plan_views(
     batch = letters["batch"]
     if batch == 0:
         return
+    if batch > MAX_BATCH:
+        raise ValueError(f"src_slots: expected a batch of at most {MAX_BATCH}, got {batch}")
     record: Any = PlanMaterializeParams()
     for name, array in v.items():
         if array is not None:

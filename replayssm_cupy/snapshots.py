@@ -204,9 +204,12 @@ class Snapshots:
                 raise error(f"dst_slots: expected no source among them, got slot {target}")
             seen.add(target)
         start, prev = (_host_list(array) for array in (self._start, self._prev))
+        sizes = self.layout.max_window, self.layout.ring_buffer_len
         for source in sources:
-            check_host_cursors(source, start[source], prev[source], self.layout.max_window,
-                               self.layout.ring_buffer_len)  # fmt: skip
+            try:
+                check_host_cursors(source, start[source], prev[source], *sizes)
+            except ValueError as wrong:
+                raise error(str(wrong)) from None
 
     def _copy_on_host(self, src: int, dst: int) -> None:
         start, prev = as_numpy(self._start), as_numpy(self._prev)

@@ -454,8 +454,8 @@ def test_checks_of_the_tables(backend, table, address, state_dtype):
     [
         ({"dim": 72}, ValueError, "dim: expected one of 64, 80, 96, 128, got 72 "),
         ({"dstate": 100}, ValueError, "dstate: expected one of 64, 128, 256, got 100 "),
-        ({"num_heads": 2**31}, ValueError, "num_heads: expected 1 to 268435455, got 2147483648"),
-        ({"num_heads": 0}, ValueError, "num_heads: expected 1 to 268435455, got 0"),
+        ({"num_heads": 2**31}, ValueError, "num_heads: expected 1 to 134217728, got 2147483648"),
+        ({"num_heads": 0}, ValueError, "num_heads: expected 1 to 134217728, got 0"),
         ({"heads_per_group": 3}, ValueError, "heads_per_group: expected a divisor of num_heads = "
          "4, got 3"),
         ({"max_window": 17}, ValueError, "max_window: expected 1 to 16, got 17"),
@@ -513,6 +513,24 @@ def test_wrong_tables(place, fault):
     layers.tables = lambda: good | {"B_cache_ptrs": put}  # type: ignore[method-assign]
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         layers.materialize(**GOOD)
+
+
+def test_a_batch_that_an_int_does_not_count(place):
+    """One slot seen 2^30 + 1 times through a stride of 0: nothing that large is allocated."""
+    layers = make_layers(place, CASE, 1, np.random.default_rng(26))
+    rows = 2**30 + 1
+    one = place.put(np.zeros((1, 1), np.int32))
+    many = (np if place.name != "cuda" else pytest.importorskip("cupy")).broadcast_to(
+        one, (1, rows)
+    )
+    given = {**layers.tables(), **layers.sizes()}
+    with pytest.raises(
+        ValueError, match=r"^src_slots: expected a batch of at most 1073741824, got"
+    ):
+        ssm.replayssm_materialize(
+            **given, src_slots=many, dst_slots=many, ring_start=many[0], replay_prefix_len=many[0],
+            active_request_indices=many[0],
+        )  # fmt: skip
 
 
 def test_an_empty_batch(place):

@@ -701,6 +701,11 @@ def test_copies_that_race_are_refused(place):
         with pytest.raises((ssm.ReplaySSMError, ValueError), match=message):
             stack.copy_slots(integers(place, src), integers(place, dst), check=True)
     assert_same(contents(place, stack), before)
+    stack.ring_start[2] = 20
+    message = "^ring_start: expected values from 0 to 19, got 20 at slot 2$"
+    with pytest.raises(ssm.ReplaySSMError if place.name != "reference" else ValueError,
+                       match=message):  # fmt: skip
+        stack.copy_slots(integers(place, [2]), integers(place, [5]), check=True)
 
 
 # --- Images --------------------------------------------------------------------------------------

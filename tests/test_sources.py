@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "snapshots": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "errors",
                   "keys", "plan", "prefix", "prefix_plan"},
     "prefix": {"arrays", "checked", "checks", "compiler", "decode", "keys", "plan",
-               "prefix_checks", "reference"},
+               "prefix_checks", "prefix_plan", "reference"},
     "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
     "prefix_checks": {"arrays", "errors", "keys", "plan"},
     "slots": {"arrays", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
