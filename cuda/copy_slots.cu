@@ -41,22 +41,20 @@ __device__ __forceinline__ void copy_rows(const CopySlotsParams& params, int arr
                                           const Place& from, const Place& to, int rows) {
   constexpr int kAtOnce = 4;
   const int vectors = params.row_bytes[array] / static_cast<int>(sizeof(T));
-  const int64_t of_block = static_cast<int64_t>(rows) * vectors;
-  const int64_t total = of_block * params.blocks[array];
-  const int64_t step = static_cast<int64_t>(gridDim.z) * blockDim.x;
+  const int of_block = rows * vectors, total = of_block * params.blocks[array];
+  const int step = static_cast<int>(gridDim.z * blockDim.x);
   const bool ring = params.is_ring[array];
-  for (int64_t first = static_cast<int64_t>(blockIdx.z) * blockDim.x + threadIdx.x; first < total;
+  for (int64_t first = blockIdx.z * blockDim.x + threadIdx.x; first < total;
        first += kAtOnce * step) {
     T v[kAtOnce];
     T* targets[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t index = first + i * step;
       targets[i] = nullptr;
-      if (index >= total) continue;
-      const int64_t block = index / of_block, rest = index - block * of_block;
-      const int j = static_cast<int>(rest / vectors);
-      const int64_t vector = rest - static_cast<int64_t>(j) * vectors;
+      if (first + i * step >= total) continue;
+      const int index = static_cast<int>(first) + i * step;
+      const int block = index / of_block, rest = index - block * of_block;
+      const int j = rest / vectors, vector = rest - j * vectors;
       const int read = ring ? replay::ring_row(from.start, j, params.ring_buffer_len) : j;
       const int written = ring ? replay::ring_row(to.start, j, params.ring_buffer_len) : j;
       v[i] = reinterpret_cast<const T*>(from.base + block * from.block_stride +

@@ -24,6 +24,7 @@ from .prefix import Tables, check_formats, materialize_views
 from .prefix_plan import plan_views
 
 THREADS = 256
+MAX_GRID_Y = 65535
 PARTS = 8  # blocks that share one array of one sequence
 ARRAYS = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
 RINGS = ("x_cache", "B_cache", "dt_cache")
@@ -326,6 +327,11 @@ class Snapshots:
             )
             record.image_offsets[index] = image.offsets[name]
             record.wide[index] = int(self._is_wide(name, record, index))
+            words = math.prod(shape) * item // 4
+            if words >= 2**31:
+                raise ValueError(
+                    f"{array.name}: expected less than 2^31 words in a slot to copy, got {words}"
+                )
         record.image_rows, record.image_layer_stride = c.max_window, image.layer_bytes
         record.ring_start, record.prev_num_accepted_tokens = self._start.ptr, self._prev.ptr
         record.ring_start_stride = self._start.strides[0]
@@ -357,8 +363,9 @@ class Snapshots:
         grid = record.batch * record.copies, record.layers * len(ARRAYS), PARTS
         if 0 in grid:
             return
-        if grid[1] > 65535:
-            raise ValueError(f"states: expected at most {65535 // len(ARRAYS)} layers to copy")
+        if grid[1] > MAX_GRID_Y:
+            most = MAX_GRID_Y // len(ARRAYS)
+            raise ValueError(f"states: expected at most {most} layers to copy, got {record.layers}")
         stream = current_stream(slots)
         device = self._state.device
         Plan(CopySlotsKey(), grid, (THREADS, 1, 1), record, device).launch(stream)
