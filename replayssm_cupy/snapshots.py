@@ -20,8 +20,9 @@ from .decode_checks import check_host_cursors
 from .errors import ReplaySSMError
 from .keys import CopySlotsKey, Key, MaterializeKey, PlanMaterializeKey
 from .plan import INDEX_TYPES, CopySlotsParams, Plan, launchers
-from .prefix import Tables, check_formats, materialize_views
+from .prefix import check_formats, materialize_views
 from .prefix_plan import plan_views
+from .prefix_tables import Tables
 
 THREADS = 256
 MAX_GRID_Y = 65535
