@@ -4,8 +4,9 @@
 // One block per batch row. Writes nothing but `report`: violation, batch row, value, legal bound.
 #include "replay.cuh"
 
-__device__ __forceinline__ void report(const CheckStepParams& params, Violation violation, int row,
-                                       int64_t value, int64_t bound) {
+template <class Params, class Kind>
+__device__ __forceinline__ void report(const Params& params, Kind violation, int row, int64_t value,
+                                       int64_t bound) {
   unsigned long long* found = reinterpret_cast<unsigned long long*>(params.report);
   if (atomicCAS(found, 0ull, static_cast<unsigned long long>(violation)) != 0ull) return;
   params.report[1] = row;
@@ -78,5 +79,98 @@ __global__ void __launch_bounds__(128, 1)
   }
   if (params.check_finite && start_is_legal && live_is_legal) {
     check_finite(params, row, slot, start, live);
+  }
+}
+
+// The request at a place of the active list; negative behind its end.
+__device__ __forceinline__ int request_at(const CheckMaterializeParams& params, int place) {
+  return params.active_request_indices == nullptr
+             ? place
+             : params.active_request_indices[place * params.active_request_indices_stride];
+}
+
+struct Slots {
+  int64_t src, dst;  // -1 both where one is padding
+};
+
+__device__ __forceinline__ Slots slots_of(const CheckMaterializeParams& params, int layer,
+                                          int request) {
+  const int64_t src = convert::load_index(
+      params.src_slots,
+      layer * params.src_slots_layer_stride + request * params.src_slots_batch_stride,
+      params.src_slots_type);
+  const int64_t dst = convert::load_index(
+      params.dst_slots,
+      layer * params.dst_slots_layer_stride + request * params.dst_slots_batch_stride,
+      params.dst_slots_type);
+  if (src == params.pad_slot_id || dst == params.pad_slot_id || src < 0 || dst < 0 ||
+      src >= params.num_slots || dst >= params.num_slots) {
+    return {-1, -1};
+  }
+  return {src, dst};
+}
+
+// Addresses of layer `layer`: there, and aligned as the kernel reads them.
+__device__ __forceinline__ void check_tables(const CheckMaterializeParams& params, int layer) {
+  const int64_t addresses[6] = {
+      params.state_ptrs[layer],   params.x_cache_ptrs[layer],
+      params.B_cache_ptrs[layer], params.dt_cache_ptrs[layer],
+      params.A_ptrs[layer],       params.scaled ? params.state_scale_ptrs[layer] : 16};
+  const int alignments[6] = {16, 16, 16, 4, params.bytes_of_A, 4};
+  for (int table = 0; table < 6; ++table) {
+    if (addresses[table] == 0 || addresses[table] % alignments[table] != 0) {
+      report(params, kTableAddress, table, addresses[table], layer);
+    }
+  }
+}
+
+// One block per place of the active list; block 0 looks at the tables too.
+__global__ void __launch_bounds__(128, 1)
+    check_materialize(const __grid_constant__ CheckMaterializeParams params) {
+  const int place = blockIdx.x, first = threadIdx.x, step = blockDim.x;
+  for (int layer = first; place == 0 && layer < params.layers; layer += step) {
+    check_tables(params, layer);
+  }
+  const int request = request_at(params, place);
+  if (request < 0) return;
+  if (request >= params.batch) {
+    if (first == 0) report(params, kActiveRange, place, request, params.batch - 1);
+    return;
+  }
+  for (int other = first; other < place; other += step) {
+    const int before = request_at(params, other);
+    if (before < 0) report(params, kActiveAfterEnd, place, request, other);
+    if (before == request) report(params, kActiveTwice, place, request, other);
+  }
+  const int rows = params.replay_prefix_len[request * params.replay_prefix_len_stride];
+  if (rows < 0) return;
+  const int start = params.ring_start[request * params.ring_start_stride];
+  if (first == 0 && (start < 0 || start >= params.ring_buffer_len)) {
+    report(params, kMaterializeRingStart, request, start, params.ring_buffer_len - 1);
+  }
+  if (first == 0 && rows > params.max_window) {
+    report(params, kPrefixBeyondWindow, request, rows, params.max_window);
+  }
+  for (int layer = 0; layer < params.layers; ++layer) {
+    const Slots mine = slots_of(params, layer, request);
+    if (mine.src < 0) continue;
+    if (first == 0 && params.prev_num_accepted_tokens != nullptr) {
+      const int live =
+          params.prev_num_accepted_tokens[mine.src * params.prev_num_accepted_tokens_stride];
+      if (rows > live) report(params, kPrefixBeyondLive, request, rows, live);
+    }
+    for (int other = first; other < params.batch; other += step) {
+      const int theirs_request = request_at(params, other);
+      if (theirs_request < 0 || theirs_request >= params.batch || theirs_request == request)
+        continue;
+      if (params.replay_prefix_len[theirs_request * params.replay_prefix_len_stride] < 0) continue;
+      const Slots theirs = slots_of(params, layer, theirs_request);
+      if (theirs.dst == mine.dst && theirs_request < request) {
+        report(params, kDestinationTwice, request, mine.dst, theirs_request);
+      }
+      if (theirs.src == mine.dst) {
+        report(params, kDestinationIsSource, request, mine.dst, theirs_request);
+      }
+    }
   }
 }

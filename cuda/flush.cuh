@@ -1,47 +1,9 @@
 // A flush of one slab: the old rows folded into the checkpoint, rounded, stored, and read out.
 #pragma once
+#include "fold.cuh"
 #include "step.cuh"
 
 namespace replay {
-
-// What a flush needs beside the state: the old rows of x, scaled, and the state's own decay.
-// Three terms keep the 24 bits of exp(c_old - c_j) dt_j x_j where the state keeps them.
-template <class State>
-constexpr int kFoldTerms = sizeof(State) == 4 ? 3 : 2;
-
-template <class State>
-struct Fold {
-  uint32_t x[kFoldTerms<State>][4];
-  float decay;
-};
-
-// exp(c_old - c_j) dt_j of the lane's rows j = 2 t, 2 t + 1, 2 t + 8, 2 t + 9, and exp(c_old).
-struct FoldWeights {
-  float coefficient[4], decay;
-
-  __device__ __forceinline__ FoldWeights(const float* from, const Lane& lane) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) coefficient[i] = from[8 * (i >> 1) + 2 * lane.t + (i & 1)];
-    decay = from[kRows];
-  }
-};
-
-// `x` holds the old rows of the slab as an A operand.
-template <class State, class Act>
-__device__ __forceinline__ Fold<State> prepare_fold(const FoldWeights& weights,
-                                                    const uint32_t (&x)[4]) {
-  Fold<State> fold;
-  fold.decay = weights.decay;
-  float2 scaled[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 v = convert::unpack<Act>(x[i]);
-    const float* c = weights.coefficient + 2 * (i >> 1);
-    scaled[i] = make_float2(c[0] * v.x, c[1] * v.y);
-  }
-  split_rows(scaled, fold.x);
-  return fold;
-}
 
 // Where a fold goes. A row of an 8-bit state is encoded when all of it is known, so its values wait
 // in registers; other states are stored piece by piece.
@@ -150,16 +112,8 @@ __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
       float2 u[2], l[2];
       piece_pairs<State>(upper, q, u);
       piece_pairs<State>(lower, q, l);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        uint32_t b0[kExactTerms<Act>], b1[kExactTerms<Act>];
-        activation_terms<Act>(e ? b.z : b.x, b0);
-        activation_terms<Act>(e ? b.w : b.y, b1);
-        float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        product(d, fold.x, b0, b1);
-        folded[0][q + e] = make_float2(fmaf(decay[0], u[e].x, d[0]), fmaf(decay[0], u[e].y, d[1]));
-        folded[1][q + e] = make_float2(fmaf(decay[1], l[e].x, d[2]), fmaf(decay[1], l[e].y, d[3]));
-      }
+      fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
+      fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay, fold);
       uint32_t c[kTokenTiles][2];
 #pragma unroll
       for (int tile = 0; tile < kTokenTiles; ++tile) {

@@ -152,6 +152,94 @@ struct LoadStateParams {
   int slots_type;  // IndexType
 };
 
+// Tables of addresses and strides hold one entry per layer; inside a slot all layers lie alike.
+struct MaterializeParams {
+  const int64_t* state_ptrs;                // (layers,), of (num_slots, nheads, head_dim, dstate)
+  const int64_t* state_slot_strides;        // (layers,)
+  const int64_t* x_cache_ptrs;              // (layers,), of (num_slots, nheads, rows, head_dim)
+  const int64_t* x_cache_slot_strides;      // (layers,)
+  const int64_t* B_cache_ptrs;              // (layers,), of (num_slots, ngroups, rows, dstate)
+  const int64_t* B_cache_slot_strides;      // (layers,)
+  const int64_t* dt_cache_ptrs;             // (layers,), of (num_slots, nheads, rows) float32
+  const int64_t* dt_cache_slot_strides;     // (layers,)
+  const int64_t* A_ptrs;                    // (layers,), of (nheads,)
+  const int64_t* state_scale_ptrs;          // (layers,), of (num_slots, nheads, head_dim), or 0
+  const int64_t* state_scale_slot_strides;  // (layers,)
+  const void* src_slots;                    // (layers, batch)
+  const void* dst_slots;                    // (layers, batch)
+  const int* ring_start;                    // (batch,)
+  const int* replay_prefix_len;             // (batch,), negative: nothing to do
+  const int* active_request_indices;        // (batch,), up to a negative one, or null: all
+  const int64_t* rand_seed;                 // (1,) or null: round to nearest
+  int64_t state_head_stride, state_scale_head_stride;
+  int64_t x_cache_head_stride, x_cache_row_stride;
+  int64_t B_cache_group_stride, B_cache_row_stride;
+  int64_t dt_cache_head_stride, dt_cache_row_stride;
+  int64_t A_stride;
+  int64_t src_slots_layer_stride, src_slots_batch_stride;
+  int64_t dst_slots_layer_stride, dst_slots_batch_stride;
+  int64_t ring_start_stride, replay_prefix_len_stride, active_request_indices_stride;
+  int64_t pad_slot_id, num_slots;
+  int layers, batch, nheads, heads_per_group, head_dim;
+  int max_window, ring_buffer_len;
+  int src_slots_type, dst_slots_type;  // IndexType
+  int A_type;                          // FloatType
+  int philox_rounds;                   // of the random bits; 0 rounds to nearest
+};
+
+struct PlanMaterializeParams {
+  int* ring_start;                // (num_slots,), of destinations set to 0
+  int* prev_num_accepted_tokens;  // (num_slots,), of destinations set to 0
+  const void* src_slots;          // (batch,)
+  const void* dst_slots;          // (batch,)
+  const void* prefix_len;         // (batch,) or null: from boundaries
+  const void* committed_lens;     // (batch,) tokens before the step, or null
+  const void* num_accepted;       // (batch,) or null
+  const void* boundaries;         // (batch,), negative: none, or null: multiples of block_size
+  int* planned_ring_start;        // (batch,), written
+  int* replay_prefix_len;         // (batch,), written; -1: nothing to do
+  int* active_request_indices;    // (batch,), written: rows with something to do, then -1
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t src_slots_stride, dst_slots_stride, prefix_len_stride, committed_lens_stride;
+  int64_t num_accepted_stride, boundaries_stride, planned_ring_start_stride;
+  int64_t replay_prefix_len_stride, active_request_indices_stride;
+  int64_t block_size, pad_slot_id;
+  int num_slots, batch, max_window, ring_buffer_len;
+  int src_slots_type, dst_slots_type, prefix_len_type, committed_lens_type;  // IndexType
+  int num_accepted_type, boundaries_type;                                    // IndexType
+  int move_cursors;  // 1: those of the destinations
+};
+
+// The arrays of a slot: state, scale, x, B and dt rings. Each is a number of blocks (heads, groups)
+// of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
+constexpr int kSlotArrays = 5;
+
+struct CopySlotsParams {
+  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where there is no scale
+  const int64_t* slot_strides[kSlotArrays];  // (layers,), in elements
+  int64_t block_strides[kSlotArrays];
+  int64_t row_strides[kSlotArrays];
+  int64_t image_offsets[kSlotArrays];  // of the array in a layer's part of an image
+  unsigned char* image;                // (batch, image_bytes) or null: slot to slot
+  int* image_live;                     // (batch,), live rows of the images, or null
+  const void* src_slots;               // (batch,) or null: from images
+  const void* dst_slots;               // (batch, copies) or null: to images
+  int* ring_start;                     // (num_slots,), of destinations written
+  int* prev_num_accepted_tokens;       // (num_slots,), of destinations written
+  int64_t image_stride, image_layer_stride;
+  int64_t src_slots_stride, dst_slots_batch_stride, dst_slots_copy_stride;
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t pad_slot_id;
+  int itemsizes[kSlotArrays];  // of an element
+  int blocks[kSlotArrays];
+  int row_bytes[kSlotArrays];
+  int is_ring[kSlotArrays];
+  int wide[kSlotArrays];  // 1: everything lies at multiples of 16 bytes, else of 4
+  int num_slots, batch, copies, layers, max_window, ring_buffer_len;
+  int image_rows;                      // of a ring in an image
+  int src_slots_type, dst_slots_type;  // IndexType
+};
+
 // What a check found: one of the violations, else kNone.
 enum Violation : int {
   kNone = 0,
@@ -184,4 +272,42 @@ struct CheckStepParams {
   int slots_type;    // IndexType
   int ring_type;     // FloatType of x_cache and B_cache
   int check_finite;  // 1: live ring rows must be finite
+};
+
+// What a check of the metadata of `materialize` found.
+enum MaterializeViolation : int {
+  kActiveRange = 1,
+  kActiveAfterEnd = 2,
+  kActiveTwice = 3,
+  kMaterializeRingStart = 4,
+  kPrefixBeyondWindow = 5,
+  kPrefixBeyondLive = 6,
+  kDestinationTwice = 7,
+  kDestinationIsSource = 8,
+  kTableAddress = 9,
+};
+
+struct CheckMaterializeParams {
+  int64_t* report;                      // (4,): violation, place, value, bound; starts 0
+  const int64_t* state_ptrs;            // (layers,)
+  const int64_t* x_cache_ptrs;          // (layers,)
+  const int64_t* B_cache_ptrs;          // (layers,)
+  const int64_t* dt_cache_ptrs;         // (layers,)
+  const int64_t* A_ptrs;                // (layers,)
+  const int64_t* state_scale_ptrs;      // (layers,)
+  const void* src_slots;                // (layers, batch)
+  const void* dst_slots;                // (layers, batch)
+  const int* ring_start;                // (batch,)
+  const int* replay_prefix_len;         // (batch,)
+  const int* active_request_indices;    // (batch,) or null: all
+  const int* prev_num_accepted_tokens;  // (num_slots,) or null: not known
+  int64_t src_slots_layer_stride, src_slots_batch_stride;
+  int64_t dst_slots_layer_stride, dst_slots_batch_stride;
+  int64_t ring_start_stride, replay_prefix_len_stride, active_request_indices_stride;
+  int64_t prev_num_accepted_tokens_stride;
+  int64_t pad_slot_id, num_slots;
+  int layers, batch, max_window, ring_buffer_len;
+  int src_slots_type, dst_slots_type;  // IndexType
+  int scaled;                          // 1: an 8-bit state, which has scales
+  int bytes_of_A;                      // of an element
 };

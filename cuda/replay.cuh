@@ -97,6 +97,14 @@ struct Decays {
   }
 };
 
+// What a row weighs in a fold, exp(c_m - c_j) dt_j, and the state itself, exp(c_m).
+__device__ __forceinline__ float fold_weight(const Decays& decays, Sum total, Sum sum, float dt) {
+  return ptx::ex2(decays.a * difference(total, sum)) * dt;
+}
+__device__ __forceinline__ float fold_decay(const Decays& decays, Sum total) {
+  return ptx::ex2(decays.a * total.high);
+}
+
 template <class Params>
 __device__ __forceinline__ float processed_dt(const Params& params, float dt, int head) {
   if (params.dt_bias != nullptr) {

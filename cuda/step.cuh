@@ -145,13 +145,13 @@ __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
   }
 }
 
-// exp(c_old - c_j) dt_j of the lane's old row, and exp(c_old); the upper half of a warp does it.
+// What a fold takes: the upper half of a warp puts the weights of the old rows.
 __device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays, int j,
                                                  bool write) {
   const Sum total = shuffle(decays.sum, 31);
   if (!write) return;
-  to[j] = ptx::ex2(decays.a * difference(total, decays.sum)) * decays.dt;
-  if (j == 0) to[kRows] = ptx::ex2(decays.a * total.high);
+  to[j] = fold_weight(decays, total, decays.sum, decays.dt);
+  if (j == 0) to[kRows] = fold_decay(decays, total);
 }
 
 // What the rows read out give to the outputs: their weights as a B operand, and exp(c_t), which

@@ -3,6 +3,8 @@
 from .errors import ReplaySSMError
 from .layer_stack import LayerStack
 from .ops import checkpointing_ssu, selective_state_update
+from .prefix import replayssm_materialize
+from .prefix_plan import plan_materialize
 from .scratch import allocate_scratch
 from .slots import advance_ring, load_state, reset_slots, warm_up
 
@@ -15,6 +17,8 @@ __all__ = [
     "allocate_scratch",
     "checkpointing_ssu",
     "load_state",
+    "plan_materialize",
+    "replayssm_materialize",
     "reset_slots",
     "selective_state_update",
     "warm_up",

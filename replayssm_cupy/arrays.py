@@ -180,6 +180,21 @@ def allocator(like: View, shape: tuple[int, ...], dtype: str, device: Device) ->
     return on_device
 
 
+def from_numpy(array: np.ndarray[Any, Any], like: View) -> Any:
+    """A copy of a NumPy array on the device of `like`, in its framework where that can write.
+
+    On a GPU the host waits for the copy, so it is for tables that are built once. Raises
+    ReplaySSMError if CuPy is needed and missing.
+    """
+    if like.framework == "torch":
+        torch: Any = sys.modules["torch"]
+        return torch.from_numpy(array.copy()).to(str(like.device))
+    if like.device.kind == "cpu":
+        return array.copy()
+    with device_guard(like.device):
+        return _cupy().asarray(array)
+
+
 def to_framework(array: Any, like: View) -> Any:
     """Hand a finished array of `empty_like_framework` over to the framework of `like`.
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import compiler
+from .demo_prefix import PrefixCache, Reuse, empty_prompt
 from .demo_report import NEAR_TIE, Progress, Report, state_traffic
 from .errors import ReplaySSMError
 from .layer_stack import LayerStack
 from .mamba2 import Mamba2, PlainCache, PrefillCache, ReplayCache
 from .mamba2_weights import Mamba2Config, fit_head, read_config, read_weights, seeded_weights
-from .speculative import Request, check_against_plain, decode, to_host
+from .speculative import Flip, Request, check_against_plain, decode, to_host
 
 SEEDED_MODEL = Mamba2Config(
     vocab_size=256,
@@ -31,6 +33,7 @@ SEEDED_MODEL = Mamba2Config(
     n_groups=1,
 )
 TEXTS_SHOWN = 4
+OWN_PART = 8  # of a prompt behind the common one: an eighth
 BUILT_IN_PROMPT = """\
 A state space model carries a fixed state instead of a growing cache. Every token decays the
 state a little, adds an outer product to it, and reads it once. Decoding is therefore bound by
@@ -97,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=_positive, default=200, metavar="N", help="of each request")
     add("--draft", type=int, default=3, metavar="N", help="guesses per step; 0: plain decode")
     add("--window", type=_positive, default=16, metavar="W", help="most tokens in a ring")
+    add(
+        "--prefix-cache",
+        type=_positive,
+        metavar="BLOCK",
+        help="at least 2 requests with a common prompt, from snapshots every BLOCK tokens of it",
+    )
     add("--state-dtype", default="float32", choices=sorted(NEAR_TIE))
     add("--activation-dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--seed", type=int, default=0, help="of the weights without a checkpoint")
@@ -110,17 +119,26 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--draft: expected 0 to --window - 1 = {args.window - 1}, got {args.draft}"
         )
+    if args.prefix_cache is not None:
+        args.batch = max(args.batch, 2)
     xp = array_module(args.device)
     model, vocabulary, prompts = prepare(args, xp)
-    stack = make_stack(model.config, args)
     prompt_cache = PrefillCache(model.config, xp)
-    hidden = model.forward(xp.asarray(prompts), prompt_cache)
-    first = to_host(model.logits(hidden[:, -1]).argmax(axis=-1))
+    logits = to_host(model.logits(model.forward(xp.asarray(prompts), prompt_cache)[:, -1]))
+    first, reuse = logits.argmax(axis=-1).tolist(), None
+    if args.prefix_cache is None:
+        cache = ReplayCache(prompt_cache, make_stack(model.config, args))
+    else:
+        cache, first, reuse = prefill_from_cache(args, model, prompts.tolist())
     requests = []
-    for prompt, token in zip(prompts.tolist(), first.tolist(), strict=True):
+    for prompt, token in zip(prompts.tolist(), first, strict=True):
         requests.append(Request(prompt, args.max_new_tokens, model.config.eos_token_ids))
         requests[-1].extend([token])
-    report = decode_and_check(args, model, stack, prompt_cache, requests)
+    live = to_host(cache.stack.prev_num_accepted_tokens).tolist()
+    for request, rows in zip(requests, live, strict=False):
+        request.live_rows = rows
+    report = decode_and_check(args, model, cache, prompt_cache, requests)
+    report = replace(report, prefix=reuse, flips=_first_flips(logits, first) + report.flips)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -130,15 +148,36 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def prefill_from_cache(
+    args: argparse.Namespace, model: Mamba2, prompts: list[list[int]]
+) -> tuple[ReplayCache, list[int], Reuse]:
+    """Prompts one after another through the prefix cache: their slots, next tokens, and reuse."""
+    blocks = len(prompts[0]) // args.prefix_cache
+    stack = make_stack(model.config, args, args.batch + blocks)
+    cache = ReplayCache(empty_prompt(model.config, args.batch, model.xp), stack)
+    slots = range(args.batch, args.batch + blocks)
+    prefixes = PrefixCache(cache, [layer.A for layer in model.layers], slots, args.prefix_cache)
+    first = [prefixes.prefill(model, request, prompt) for request, prompt in enumerate(prompts)]
+    return cache, first, prefixes.reuse
+
+
+def _first_flips(logits: np.ndarray[Any, Any], tokens: list[int]) -> list[Flip]:
+    """First tokens that the prompt as a whole would have chosen otherwise."""
+    return [
+        Flip(b, 0, token, int(row.argmax()), float(row.max() - row[token]), float(np.ptp(row)))
+        for b, (row, token) in enumerate(zip(logits, tokens, strict=True))
+        if token != row.argmax()
+    ]
+
+
 def decode_and_check(
     args: argparse.Namespace,
     model: Mamba2,
-    stack: LayerStack,
+    cache: ReplayCache,
     prompt: PrefillCache,
     requests: list[Request],
 ) -> Report:
     """Decode the requests, each holding its first token, and judge every token."""
-    cache = ReplayCache(prompt, stack)
     with Progress(args.batch * args.max_new_tokens) as progress:
         progress.update(args.batch)
         statistics = decode(model, cache, requests, args.draft, progress.update)
@@ -190,13 +229,23 @@ def prepare(args: argparse.Namespace, xp: Any) -> tuple[Mamba2, Vocabulary, np.n
         raise ValueError(
             f"tokenizer.json: expected ids below vocab_size = {config.vocab_size}, got {text.max()}"
         )
-    starts = [b * text.size // args.batch for b in range(args.batch)]
-    prompts = np.stack([np.roll(text, -start)[: args.prompt_tokens] for start in starts])
+    prompts = make_prompts(args, text)
     model = Mamba2(config, weights, xp, args.activation_dtype)
     if args.checkpoint is None:
         hidden = model.forward(xp.asarray(prompts[:1, :-1]), PrefillCache(config, xp))[0]
         model.head = xp.asarray(fit_head(to_host(hidden), prompts[0, 1:], config.vocab_size))
     return model, vocabulary, prompts
+
+
+def make_prompts(args: argparse.Namespace, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A part of the text for each request, or with a prefix cache its beginning and then a part."""
+    starts = [b * text.size // args.batch for b in range(args.batch)]
+    prompts = np.stack([np.roll(text, -start)[: args.prompt_tokens] for start in starts])
+    if args.prefix_cache is not None:
+        own = max(prompts.shape[1] // OWN_PART, 1)
+        common = np.broadcast_to(prompts[0, :-own], (args.batch, prompts.shape[1] - own))
+        prompts = np.concatenate([common, prompts[:, -own:]], axis=1)
+    return prompts
 
 
 def read_prompt(path: Path | None) -> str:
@@ -215,11 +264,13 @@ def array_module(device: str) -> Any:
     return compiler.import_cupy()
 
 
-def make_stack(config: Mamba2Config, args: argparse.Namespace) -> LayerStack:
-    """A LayerStack with one slot per request."""
+def make_stack(
+    config: Mamba2Config, args: argparse.Namespace, slots: int | None = None
+) -> LayerStack:
+    """A LayerStack with one slot per request, or as many as are asked for."""
     return LayerStack(
         config.num_hidden_layers,
-        args.batch,
+        args.batch if slots is None else slots,
         config.num_heads,
         config.head_dim,
         config.n_groups,

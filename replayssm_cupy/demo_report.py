@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from .arrays import itemsize
+from .demo_prefix import Reuse
 from .mamba2_weights import Mamba2Config
 from .speculative import Flip, Statistics
 
@@ -42,6 +43,7 @@ class Report:
     plain_state_bytes_per_token: float
     near_tie: float
     flips: list[Flip]
+    prefix: Reuse | None = None
 
     @property
     def passed(self) -> bool:
@@ -69,7 +71,8 @@ class Report:
             f"state traffic  {replay:,.0f} KiB per token, plain update {plain:,.0f} KiB "
             f"({plain / replay:.1f} times as much)" if replay else "state traffic  none",
         ]  # fmt: skip
-        return lines + self._equality_lines()
+        prefix = [] if self.prefix is None else [self.prefix.line()]
+        return lines + prefix + self._equality_lines()
 
     def _equality_lines(self) -> list[str]:
         if not self.flips:

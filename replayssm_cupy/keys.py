@@ -108,6 +108,51 @@ class CheckStepKey:
     name_expression: ClassVar[str] = "check_step"
 
 
+@dataclass(frozen=True, slots=True)
+class MaterializeKey:
+    """States after a prefix of their rings: state and activation types and dstate."""
+
+    state_dtype: str
+    activation_dtype: str
+    dstate: int
+    source: ClassVar[str] = "materialize.cu"
+
+    @property
+    def name_expression(self) -> str:
+        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
+        return f"materialize<{types}, {self.dstate}>"
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks of a multiprocessor, which its launch bounds name too."""
+        at_most = 4 if self.state_dtype in ("bfloat16", "float16") else 3
+        return at_most - (self.dstate > 128)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMaterializeKey:
+    """Which prefixes to materialize; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "plan_materialize.cu"
+    name_expression: ClassVar[str] = "plan_materialize"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckMaterializeKey:
+    """Checked mode of snapshots; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "check.cu"
+    name_expression: ClassVar[str] = "check_materialize"
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlotsKey:
+    """Slots to slots, to images or from them; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "copy_slots.cu"
+    name_expression: ClassVar[str] = "copy_slots"
+
+
 Key = (
     CheckpointingSsuKey
     | SelectiveStateUpdateKey
@@ -115,6 +160,10 @@ Key = (
     | ResetSlotsKey
     | LoadStateKey
     | CheckStepKey
+    | MaterializeKey
+    | PlanMaterializeKey
+    | CheckMaterializeKey
+    | CopySlotsKey
 )
 
 
@@ -131,3 +180,8 @@ def every_key() -> Iterator[Key]:
     yield CheckStepKey()
     for types in itertools.product(STATE_DTYPES, FLOAT_DTYPES):
         yield LoadStateKey(*types)
+    for snapshot in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES):
+        yield MaterializeKey(*snapshot)
+    yield PlanMaterializeKey()
+    yield CheckMaterializeKey()
+    yield CopySlotsKey()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import compiler
+from . import compiler, slot_files
 from . import slots as slot_ops
 from .arrays import (
     Device,
@@ -36,9 +36,11 @@ from .checks import (
     named_device,
     optional_view,
     pad_output_is_zero,
+    untie,
 )
 from .decode import bind, decode
 from .decode_checks import Options, check_layout, check_window
+from .errors import ReplaySSMError
 from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
@@ -50,7 +52,9 @@ from .keys import (
     STATE_DTYPES,
 )
 from .plan import launchers
+from .prefix_plan import check_block_size
 from .scratch import check_algorithm
+from .snapshots import Snapshots
 
 
 class LayerStack:
@@ -311,6 +315,8 @@ class LayerStack:
         self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
         self._last_query_len: int | None = npredicted
         self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
+        self._A: list[Any] | None = None
+        self._snapshots: Snapshots | None = None
 
     @property
     def _first(self) -> dict[str, View]:
@@ -621,8 +627,166 @@ class LayerStack:
         given, indices = view(state, "state"), optional_view(slots, "slots")
         slot_ops.load_views(target, scale, given, indices, pad_slot_id)
 
+    def refresh(self, A: Sequence[Any] | None = None) -> None:
+        """Reads the stack's arrays anew, builds its pointer tables and loads their kernels.
+
+        `A` holds the layers' A, each (nheads,) or tied as in :meth:`step`: what snapshots fold
+        with. They are kept; None keeps those of an earlier call. Call it once before a CUDA-graph
+        capture, and again whenever an element of `states`, `x_caches` and so on was replaced or
+        reallocated. The tables keep the arrays alive. The host waits for a small copy.
+
+        Raises TypeError or ValueError naming the array.
+        """
+        if A is not None and (not isinstance(A, Sequence) or len(A) != self.num_layers):
+            got = len(A) if isinstance(A, Sequence) else type(A).__name__
+            raise ValueError(f"A: expected a list of {self.num_layers} arrays, got {got}")
+        given = list(A) if A is not None else self._A
+        weights = None
+        if given is not None:
+            weights = [untie(view(a, f"A[{i}]"), 1, "head_dim, dstate")
+                       for i, a in enumerate(given)]  # fmt: skip
+        latest = self._last_query_len
+        self._own(
+            self.states, self.x_caches, self.B_caches, self.dt_caches, self.ring_start,
+            self.prev_num_accepted_tokens, self.npredicted, self.max_window, self.state_scales,
+        )  # fmt: skip
+        self._last_query_len, self._A = latest, given
+        self._snapshots = Snapshots(
+            self._views, weights, self.max_window, self.rand_seed, self.philox_rounds
+        )
+        self._snapshots.load_kernels()
+
+    def materialize(
+        self,
+        src_slots: Any,
+        dst_slots: Any,
+        prefix_len: Any,
+        *,
+        pad_slot_id: int = -1,
+        check: bool | str = False,
+    ) -> None:
+        """Writes the states of `src_slots` after `prefix_len` ring rows to `dst_slots`.
+
+        All layers in one launch; sources and rings are only read. The cursors of the destinations
+        become 0: they have nothing to replay. A destination that is its own source is folded in
+        place and keeps its later rows. Needs the layers' A from :meth:`refresh`.
+
+        Parameters
+        ----------
+        src_slots, dst_slots : (batch,) int32 or int64 for all layers, or (layers, batch); then the
+            first layer's tell the cursors. Padding is left alone. Destinations are distinct, and
+            no other row's source.
+        prefix_len : (batch,) int32 or int64: tokens from the checkpoint on, at most the live rows,
+            which bound it on a GPU; 0 copies, a negative one leaves the row out.
+        check : True looks at all of this before anything is written, and waits for it.
+
+        Raises TypeError or ValueError naming the argument; ReplaySSMError for what a check found.
+        """
+        self._whole_slots(check).materialize(
+            src_slots, dst_slots, {"prefix_len": prefix_len}, 1, pad_slot_id, check
+        )
+
+    def materialize_blocks(
+        self,
+        src_slots: Any,
+        dst_slots: Any,
+        committed_lens: Any,
+        num_accepted: Any,
+        *,
+        block_size: int | None = None,
+        boundaries: Any = None,
+        pad_slot_id: int = -1,
+        check: bool | str = False,
+    ) -> None:
+        """Snapshots of the rows that crossed a block boundary in the step just advanced over.
+
+        :func:`plan_materialize`, whose arguments these are, and :meth:`materialize` in two
+        launches, for every step inside a CUDA graph: the device decides, the host never waits.
+        """
+        check_block_size(block_size, boundaries)
+        given = {"committed_lens": committed_lens, "num_accepted": num_accepted,
+                 "boundaries": boundaries}  # fmt: skip
+        self._whole_slots(check).materialize(
+            src_slots, dst_slots, given, block_size or 1, pad_slot_id, check
+        )
+
+    def copy_slots(
+        self, src_slots: Any, dst_slots: Any, *, pad_slot_id: int = -1, check: bool | str = False
+    ) -> None:
+        """Copies sequences: states, scales, live ring rows and cursors, all layers in one launch.
+
+        `src_slots`, `dst_slots` (batch,) int32 or int64; a source may occur more than once,
+        destinations are distinct and no sources. Rows with padding, or with one slot twice, are
+        left alone. `check` looks at the slots first; on the host that is always done.
+        """
+        self._whole_slots(check).copy(src_slots, dst_slots, False, pad_slot_id, check)
+
+    def fork(
+        self, src_slots: Any, dst_slots: Any, *, pad_slot_id: int = -1, check: bool | str = False
+    ) -> None:
+        """:meth:`copy_slots` for beams: source b goes to every slot of `dst_slots[b]`.
+
+        `src_slots` (batch,), `dst_slots` (batch, copies); negative ones are left out.
+        """
+        self._whole_slots(check).copy(src_slots, dst_slots, True, pad_slot_id, check)
+
+    def export_slots(self, slots: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Sequences as plain arrays on the host, tokens that wait in their rings included.
+
+        `slots` is a list of ints or (batch,) integers. Returns "header" (JSON as uint8: version,
+        sizes, formats, live rows, checksums), "header_crc32" and "slots" (batch, bytes) uint8,
+        ready for `numpy.savez`. Waits for the device.
+        """
+        return slot_files.export_slots(self._whole_slots(), slots)
+
+    def import_slots(self, image: Mapping[str, np.ndarray[Any, Any]], slots: Any) -> None:
+        """Takes the sequences of :meth:`export_slots`, of this stack or another, into `slots`.
+
+        `image` may be what `numpy.load` returns. The stack must have the same layers, sizes,
+        formats and max_window; ring_buffer_len may differ. Waits for the device.
+
+        Raises TypeError, ValueError or ReplaySSMError, before anything is written, where version,
+        sizes, formats or byte counts differ or a checksum does not fit.
+        """
+        slot_files.import_slots(self._whole_slots(), image, slots)
+
+    def _whole_slots(self, check: bool | str = False) -> Snapshots:
+        """The tables, built at the first use; checked mode sees whether they are still true."""
+        if self._snapshots is None:
+            self.refresh()
+        elif check_mode(check):
+            self._check_unmoved()
+        assert self._snapshots is not None
+        return self._snapshots
+
+    def _check_unmoved(self) -> None:
+        lists = {"state": self.states, "state_scale": self.state_scales, "x_cache": self.x_caches,
+                 "B_cache": self.B_caches, "dt_cache": self.dt_caches}  # fmt: skip
+        for layer, views in enumerate(self._views):
+            for name, arrays in lists.items():
+                known = views[name]
+                if known is None:
+                    continue
+                now = view(arrays[layer], known.name)
+                if (now.ptr, now.shape, now.strides) != (known.ptr, known.shape, known.strides):
+                    raise ReplaySSMError(
+                        f"{known.name}: expected the array of the pointer tables at "
+                        f"{known.ptr:#x}, got one at {now.ptr:#x}: call refresh()"
+                    )
+        for layer, A in enumerate(self._A or ()):
+            assert self._snapshots is not None
+            address, then = view(A, f"A[{layer}]").ptr, self._snapshots.weight_address(layer)
+            if address != then:
+                raise ReplaySSMError(
+                    f"A[{layer}]: expected the array of the pointer tables at {then:#x}, got one "
+                    f"at {address:#x}: call refresh()"
+                )
+
     def warm_up(self) -> None:
-        """Compiles and loads every kernel that this stack may need; nothing to do on the CPU."""
+        """Compiles and loads every kernel of the decode loop; nothing to do on the CPU.
+
+        :meth:`refresh` does so for snapshots and copies.
+        """
         if self.device.kind == "cuda":
             slot_ops.warm_up(
                 dstate=self._first["state"].shape[3],

@@ -185,6 +185,15 @@ class _DecodeCache:
         self._windows.append(window)
         return window
 
+    def tails_after(self, tokens: int) -> Array:
+        """The tails behind `tokens` of the latest step, one row: (layers, ..., conv_channels)."""
+        windows = self.xp.stack(self._windows, axis=1)[0]
+        return windows[:, tokens : tokens + self.tail_len].copy()
+
+    def set_tails(self, slot: int, tails: Array) -> None:
+        """Let a slot go on behind other tokens."""
+        self._tails[slot] = tails
+
     def _commit_conv(self, accepted: Array) -> None:
         """Keep `accepted` (batch,) of the latest step's tokens in every live row."""
         xp, live = self.xp, self._live

@@ -19,6 +19,7 @@ from .keys import Key
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
+SLOT_ARRAYS = 5  # state, scale, x, B and dt rings
 MAX_BLOCKS = 2**31 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
@@ -137,6 +138,83 @@ class LoadStateParams(ctypes.Structure):
     ]
 
 
+class MaterializeParams(ctypes.Structure):
+    """Tables, metadata, strides in elements and counts of ``materialize``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """state_ptrs state_slot_strides x_cache_ptrs x_cache_slot_strides B_cache_ptrs
+            B_cache_slot_strides dt_cache_ptrs dt_cache_slot_strides A_ptrs state_scale_ptrs
+            state_scale_slot_strides src_slots dst_slots ring_start replay_prefix_len
+            active_request_indices rand_seed""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """state_head_stride state_scale_head_stride x_cache_head_stride x_cache_row_stride
+            B_cache_group_stride B_cache_row_stride dt_cache_head_stride dt_cache_row_stride
+            A_stride src_slots_layer_stride src_slots_batch_stride dst_slots_layer_stride
+            dst_slots_batch_stride ring_start_stride replay_prefix_len_stride
+            active_request_indices_stride pad_slot_id num_slots""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """layers batch nheads heads_per_group head_dim max_window ring_buffer_len
+            src_slots_type dst_slots_type A_type philox_rounds""",
+        ),
+    ]
+
+
+class PlanMaterializeParams(ctypes.Structure):
+    """Cursors, slots, lengths and counts of ``plan_materialize``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """ring_start prev_num_accepted_tokens src_slots dst_slots prefix_len committed_lens
+            num_accepted boundaries planned_ring_start replay_prefix_len
+            active_request_indices""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """ring_start_stride prev_num_accepted_tokens_stride src_slots_stride dst_slots_stride
+            prefix_len_stride committed_lens_stride num_accepted_stride boundaries_stride
+            planned_ring_start_stride replay_prefix_len_stride active_request_indices_stride
+            block_size pad_slot_id""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch max_window ring_buffer_len src_slots_type dst_slots_type
+            prefix_len_type committed_lens_type num_accepted_type boundaries_type move_cursors""",
+        ),
+    ]
+
+
+class CopySlotsParams(ctypes.Structure):
+    """Tables, geometry, slots and counts of ``copy_slots``."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p * SLOT_ARRAYS, "ptrs slot_strides"),
+        *_fields(ctypes.c_int64 * SLOT_ARRAYS, "block_strides row_strides image_offsets"),
+        *_fields(
+            ctypes.c_void_p,
+            "image image_live src_slots dst_slots ring_start prev_num_accepted_tokens",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """image_stride image_layer_stride src_slots_stride dst_slots_batch_stride
+            dst_slots_copy_stride ring_start_stride prev_num_accepted_tokens_stride
+            pad_slot_id""",
+        ),
+        *_fields(ctypes.c_int32 * SLOT_ARRAYS, "itemsizes blocks row_bytes is_ring wide"),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch copies layers max_window ring_buffer_len image_rows
+            src_slots_type dst_slots_type""",
+        ),
+    ]
+
+
 class CheckStepParams(ctypes.Structure):
     """Pointers, strides in elements and counts of ``check_step``."""
 
@@ -157,6 +235,30 @@ class CheckStepParams(ctypes.Structure):
             ctypes.c_int32,
             """num_slots batch npredicted tokens nheads ngroups head_dim dstate
             max_window ring_buffer_len slots_type ring_type check_finite""",
+        ),
+    ]
+
+
+class CheckMaterializeParams(ctypes.Structure):
+    """Tables, metadata, strides in elements and counts of ``check_materialize``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """report state_ptrs x_cache_ptrs B_cache_ptrs dt_cache_ptrs A_ptrs state_scale_ptrs
+            src_slots dst_slots ring_start replay_prefix_len active_request_indices
+            prev_num_accepted_tokens""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """src_slots_layer_stride src_slots_batch_stride dst_slots_layer_stride
+            dst_slots_batch_stride ring_start_stride replay_prefix_len_stride
+            active_request_indices_stride prev_num_accepted_tokens_stride pad_slot_id num_slots""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """layers batch max_window ring_buffer_len src_slots_type dst_slots_type scaled
+            bytes_of_A""",
         ),
     ]
 

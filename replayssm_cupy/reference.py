@@ -370,5 +370,52 @@ def selective_state_update_cpu(
         out[b] = round_to(y, out.dtype.name)
 
 
+def materialize(
+    storage: Storage,
+    x_cache: Array,
+    B_cache: Array,
+    dt_cache: Array,
+    A: Array,
+    src: int,
+    dst: int,
+    start: int,
+    prefix: int,
+    precision: Precision = np.float32,
+) -> None:
+    """Writes the state of slot `src` after the first `prefix` rows of its ring to slot `dst`.
+
+    Shapes as in `checkpointing_ssu_cpu`. Without rows the bytes are copied, scales included. Rings
+    and the source are only read, dead rows not even that.
+    """
+    if prefix == 0:
+        storage.state[dst] = storage.state[src]
+        if storage.state_scale is not None:
+            storage.state_scale[dst] = storage.state_scale[src]
+        return
+    rows = (start + np.arange(prefix)) % x_cache.shape[2]
+    S = storage.load(src, precision)
+    x, B, dt = (ring[src][:, rows] for ring in (x_cache, B_cache, dt_cache))
+    storage.store(dst, fold(S, x, B, dt, A, precision))
+
+
+def plan_materialize(
+    live: int, committed: int, accepted: int, block_size: int, boundary: int | None = None
+) -> int:
+    """Rows from the checkpoint to the boundary that a step crossed, or -1 if there is none.
+
+    `live` counts the ring's rows after the step, `committed` the sequence's tokens before it. The
+    boundary is the last multiple of `block_size` behind `committed`, or the one given: a number of
+    tokens, negative for none.
+    """
+    after = committed + max(accepted, 0)
+    if boundary is None:
+        boundary = after // block_size * block_size
+        if boundary <= committed:
+            return -1
+    if not 0 <= boundary <= after:
+        return -1
+    return max(live - (after - boundary), -1)
+
+
 def _is_padding(slot: int, pad_slot_id: int, num_slots: int) -> bool:
     return slot == pad_slot_id or not 0 <= slot < num_slots

@@ -339,3 +339,42 @@ def test_missing_packages_are_named_with_the_pip_command(
         error = capsys.readouterr().err
         assert missing in error and 'pip install "replayssm_cupy[demo]"' in error
         (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_prefix_cache(state_dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests behind the first start from its snapshots, and say what uncached ones say."""
+    status, report = run_json(
+        capsys, "--prefix-cache", "48", "--batch", "3", "--draft", "4", "--state-dtype", state_dtype
+    )
+    assert status == 0 and report["passed"]
+    if state_dtype == "float32":
+        assert report["equal"]
+    # 900 tokens, of which all but an eighth are common: 788 hold 16 blocks of 48.
+    reuse = report["prefix"]
+    assert reuse["block"] == 48 and reuse["snapshots"] == 900 // 48
+    assert reuse["reused"] == 2 * (788 // 48) * 48
+    assert reuse["fed"] == 3 * 900 - reuse["reused"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_prefix_cache_without_a_whole_block(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run_json(capsys, "--prefix-cache", "5000")
+    assert status == 0 and report["equal"] and report["requests"] == 2
+    assert report["prefix"] == {"block": 5000, "fed": 1800, "reused": 0, "snapshots": 0}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_snapshot_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Snapshots one token late: the report must say so."""
+    right = LayerStack.materialize_blocks
+
+    def late(stack: LayerStack, src: Any, dst: Any, before: Any, fed: Any, **options: Any) -> None:
+        right(stack, src, dst, before - 1, fed, **options)
+
+    monkeypatch.setattr(LayerStack, "materialize_blocks", late)
+    status, report = run_json(capsys, "--prefix-cache", "50", "--draft", "4")
+    assert status == 1 and not report["passed"]

@@ -85,3 +85,30 @@ def test_conversions_bit_for_bit(monkeypatch, target, source):
     assert np.array_equal(np.isnan(host.astype(np.float32)), np.isnan(gpu.astype(np.float32)))
     finite = ~np.isnan(host.astype(np.float32))
     assert np.array_equal(bits(host[finite]), bits(gpu[finite]))
+
+
+@pytest.mark.parametrize("dtypes", GPU_DTYPES, ids="-".join)
+@pytest.mark.parametrize("shape", ["tiny", "three-heads-per-group", "widest"])
+def test_snapshots(monkeypatch, shape, dtypes):
+    case = Case(SHAPES[shape], 4, 16, *dtypes, num_slots=6)
+    rng = np.random.default_rng(1)
+    pools = make_pools(case, rng, fill=True)
+    pools.prev_num_accepted_tokens[:3] = 16, 0, 7
+    poison_dead_rows(pools)
+    A = make_step(case, 1, rng).A
+
+    def snapshot(backend):
+        arrays = {name: backend.put(array) for name, array in pools.arrays().items()}
+        lists = [[arrays.pop(n)] for n in ("state", "x_cache", "B_cache", "dt_cache")]
+        stack = ssm.LayerStack.from_arrays(*lists, **arrays, npredicted=4)
+        stack.refresh([backend.put(A)])
+        src, dst, prefix = (backend.put(np.array(values, np.int32))
+                            for values in ([0, 1, 2], [3, 4, 5], [16, 0, 5]))  # fmt: skip
+        stack.materialize(src, dst, prefix)
+        image = stack.export_slots([0, 3])
+        return backend.get(stack.states[0]), image
+
+    (host, host_image), (gpu, gpu_image) = on_both(monkeypatch, snapshot)
+    assert np.array_equal(bits(host[[0, 1, 2, 4]]), bits(gpu[[0, 1, 2, 4]]))
+    assert relative_l2(host, gpu) <= (SUMS if case.state_dtype == "float32" else 1e-4)
+    assert np.array_equal(host_image["slots"][0], gpu_image["slots"][0])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import DTYPES, Case, Shape, Step, make_pools, make_step
-from oracles import Recurrence, assert_close, bits, relative_l2
+from oracles import Recurrence, advance, assert_close, bits, float64, relative_l2
 
 import replayssm_cupy as ssm
 from replayssm_cupy import ReplaySSMError, compiler, plan
@@ -495,6 +495,44 @@ def test_a_stack_of_borrowed_arrays(lib, types):
     assert_same(serve(lib, case), serve(lib.base, case))
 
 
+def snapshots(lib: Library, case: Case) -> dict[str, np.ndarray]:
+    """Snapshots, copies, beams and images in a stack over borrowed arrays."""
+    rng, targets = np.random.default_rng(23), lib.targets
+    pools = [make_pools(case, rng, fill=True) for _ in range(2)]
+    lists = [
+        [targets.put(getattr(one, name)) for one in pools]
+        for name in ("state", "x_cache", "B_cache", "dt_cache")
+    ]
+    start, prev = np.array([3, 0, 7, 1, 0], np.int32), np.array([6, 2, 0, 5, 1], np.int32)
+    cursors = [targets.put(start), targets.put(prev)]
+    stack = ssm.LayerStack.from_arrays(*lists, *cursors, npredicted=2)
+    weights = [lib.put(make_step(case, 1, rng).A) for _ in pools]
+    stack.refresh([lib.tie(A, 64, 128) if lib.base is not lib and not lib.name.startswith("jax")
+                   else A for A in weights])  # fmt: skip
+    put = {kind: lambda values, kind=kind: lib.put(np.array(values, kind))
+           for kind in ("int32", "int64")}  # fmt: skip
+    stack.materialize(put["int32"]([0, 3]), put["int64"]([2, -1]), put["int32"]([6, 5]), check=True)
+    stack.materialize_blocks(
+        put["int64"]([3]), put["int32"]([4]), put["int64"]([10]), put["int32"]([3]), block_size=4
+    )
+    stack.fork(put["int32"]([0]), put["int32"]([[1, -1]]))
+    image = stack.export_slots(put["int64"]([0, 4]))
+    stack.import_slots(image, [3, 2])
+    stack.copy_slots(put["int64"]([3]), put["int64"]([4]))
+    results = dict(image)
+    for name, arrays in zip(("state", "x_cache", "B_cache", "dt_cache"), lists, strict=True):
+        for layer, array in enumerate(arrays):
+            results[f"{name} {layer}"] = targets.get(array)
+    assert stack.states[0] is lists[0][0]
+    return results | {f"cursor {i}": targets.get(array) for i, array in enumerate(cursors)}
+
+
+@pytest.mark.parametrize("types", FORMATS, ids="-".join)
+def test_snapshots_of_borrowed_arrays(lib, types):
+    case = formats(CASE, *types)
+    assert_same(snapshots(lib, case), snapshots(lib.base, case))
+
+
 # --- torch alone ---------------------------------------------------------------------------------
 
 TORCH = ["torch", "torch-kernels", gpu("torch-cuda")]
@@ -527,6 +565,43 @@ def test_sizes_of_1_with_any_stride(lib):
         assert odd[name].stride() == strides
     results = both(lib, True, [plain, odd])
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("lib", TORCH, indirect=True)
+def test_materialize_as_flashinfers_callers_do(lib):
+    """Tables of data_ptr() and stride(0), torch's dtypes, positional arrays."""
+    torch = modules("torch")
+    rng = np.random.default_rng(24)
+    pools = [make_pools(CASE, rng, fill=True) for _ in range(2)]
+    names = ("state", "x_cache", "B_cache", "dt_cache")
+    layers = [{name: lib.put(getattr(one, name)) for name in names} for one in pools]
+    A = [lib.put(make_step(CASE, 1, rng).A) for _ in pools]
+    device = A[0].device
+
+    def table(values: list[int]) -> Any:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    tables = []
+    for name in names:
+        tables.append(table([layer[name].data_ptr() for layer in layers]))
+        tables.append(table([layer[name].stride(0) for layer in layers]))
+    tables += [table([a.data_ptr() for a in A]), table([0, 0]), table([0, 0])]
+    integers = [[[0, 1], [1, 0]], [[3, 4], [4, 3]], [5, 0], [4, 6], [1, -1]]
+    metadata = [torch.tensor(v, dtype=torch.int32, device=device) for v in integers]
+    ssm.replayssm_materialize(
+        *tables, *metadata, state_dtype=torch.float32, input_dtype=torch.bfloat16,
+        matrixA_dtype=torch.float32, dim=64, dstate=128, num_heads=4, heads_per_group=2,
+        max_window=6, ring_buffer_len=8,
+    )  # fmt: skip
+    for layer, (src, dst) in enumerate(((1, 4), (0, 3))):
+        state = lib.get(layers[layer]["state"])
+        exact = float64(pools[layer].state[src])
+        for row in (0, 1, 2, 3, 4, 5):
+            x, B, dt = (getattr(pools[layer], n)[src][:, row] for n in names[1:])
+            exact = advance(exact, lib.get(A[layer]), x, float64(dt), B)
+        assert_close(state[dst], exact, "float32", f"layer {layer}")
+        others = [slot for slot in range(CASE.num_slots) if slot != dst]
+        assert np.array_equal(bits(state[others]), bits(pools[layer].state[others]))
 
 
 # --- Streams and graphs --------------------------------------------------------------------------

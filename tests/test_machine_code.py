@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from replayssm_cupy import compiler
-from replayssm_cupy.keys import CheckpointingSsuKey
+from replayssm_cupy.keys import CheckpointingSsuKey, MaterializeKey
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,21 @@ def test_rows_are_asked_for_before_the_checkpoint_is_waited_for(nvdisasm, tmp_pa
         code[i][0] for i in between if i < rows[-1] and any(code[i][2] >> b & 1 for b in boards)
     ]
     assert not waits
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_snapshot_asks_for_all_of_a_slab_at_once(nvdisasm, tmp_path, state_dtype):
+    """State and B of a slab are on their way before a lane waits; no load or store is generic."""
+    key = MaterializeKey(state_dtype, "bfloat16", 128)
+    code = [
+        text for text, *_ in instructions(disassemble(nvdisasm, tmp_path, key, "sm_90", "-hex"))
+    ]
+    assert not [text for text in code if re.search(r"\b(LD|ST)\.E\b", text)]
+    first = next(i for i, text in enumerate(code) if "SHFL" in text)
+    wide = [text for text in code[:first] if re.search(r"\bLDG\.E\.128\b", text)]
+    copied = folded = 16 * 128 * {"float32": 4, "bfloat16": 2}[state_dtype] // 32 // 16
+    rows = 2 * 128 * 2 // 4 // 16 if state_dtype == "bfloat16" else 0  # narrower loads otherwise
+    assert len(wide) == copied + folded + rows
 
 
 @pytest.mark.parametrize(

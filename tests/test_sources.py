@@ -30,11 +30,20 @@ CUDA = ROOT / "cuda"
 
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
-    "__init__": {"errors", "layer_stack", "ops", "scratch", "slots"},
+    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "scratch", "slots"},
     "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
     "layer_stack": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
-                    "keys", "plan", "scratch", "slots"},
+                    "errors", "keys", "ops", "plan", "prefix_plan", "scratch", "slot_files",
+                    "slots", "snapshots"},
+    "slot_files": {"arrays", "checks", "decode_checks", "errors", "snapshots"},
+    "snapshots": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "errors",
+                  "keys", "plan", "prefix", "prefix_plan", "prefix_tables"},
+    "prefix": {"arrays", "checked", "checks", "compiler", "decode", "keys", "plan",
+               "prefix_checks", "prefix_plan", "prefix_tables", "reference"},
+    "prefix_tables": {"arrays", "checks", "keys"},
+    "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
+    "prefix_checks": {"arrays", "errors", "keys", "plan"},
     "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
               "reference"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
@@ -54,9 +63,10 @@ MAY_IMPORT = {
     "keys": set(),
     "errors": set(),
     # The commands. The doctor must start where nothing else can be imported.
-    "demo": {"compiler", "demo_report", "errors", "layer_stack", "mamba2", "mamba2_weights",
-             "speculative"},
-    "demo_report": {"arrays", "mamba2_weights", "speculative"},
+    "demo": {"compiler", "demo_prefix", "demo_report", "errors", "layer_stack", "mamba2",
+             "mamba2_weights", "speculative"},
+    "demo_prefix": {"mamba2", "mamba2_weights", "speculative"},
+    "demo_report": {"arrays", "demo_prefix", "mamba2_weights", "speculative"},
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
@@ -68,6 +78,7 @@ LIBRARIES = {
     "arrays": {"numpy", "ml_dtypes", "cupy", "jax"},
     "compiler": {"cupy", "cupy_backends", "cuda"},
     "demo": {"numpy", "tokenizers"},
+    "demo_prefix": {"numpy"},
     "demo_report": {"tqdm"},
     "doctor": {"numpy", "cupy", "cuda"},
     "layer_stack": {"numpy"},
@@ -75,8 +86,14 @@ LIBRARIES = {
     "mamba2_weights": {"numpy", "ml_dtypes", "safetensors"},
     "numerics": {"numpy", "ml_dtypes"},
     "decode_checks": {"numpy"},
+    "prefix": {"numpy"},
+    "prefix_checks": {"numpy"},
+    "prefix_plan": {"numpy"},
+    "prefix_tables": {"numpy"},
     "reference": {"numpy"},
+    "slot_files": {"numpy"},
     "slots": {"numpy"},
+    "snapshots": {"numpy"},
     "speculative": {"numpy"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
@@ -179,6 +196,7 @@ MAY_INCLUDE = {
     "ptx.cuh": set(),
     "convert.cuh": {"params.cuh", "ptx.cuh"},
     "replay.cuh": {"convert.cuh"},
+    "fold.cuh": {"replay.cuh"},
     "step.cuh": {"replay.cuh"},
     "flush.cuh": {"step.cuh"},
 }

@@ -28,6 +28,10 @@ SUITE = (
     "tests/host/test_histories.py",
 )
 
+# The kernels of whole slots and the checks have tests of their own.
+SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "fold.cuh", "check.cu")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -232,23 +236,155 @@ EDITS = {
         ("loaded row scaled by half of its lanes", "step = 16; step > 0", "step = 8; step > 0"),
         ("loaded state of the first sequence", "row * params.source_batch_stride", "0"),
     ],
+    "fold.cuh": [
+        (
+            "snapshot adds rows without their decay",
+            "ptx::ex2(decays.a * span) * __shfl_sync",
+            "1.0f * __shfl_sync",
+        ),
+        ("snapshot scales row g + 8 as row g", "fmaf(decay[1], l.x,", "fmaf(decay[0], l.x,"),
+        ("snapshot folds half of the rows", "movmatrix(B[1][first + q])", "movmatrix(0u)"),
+    ],
+    "materialize.cu": [
+        (
+            "active list not read",
+            "request = params.active_request_indices[request * "
+            "params.active_request_indices_stride];",
+            "request += 0 * params.active_request_indices[request];",
+        ),
+        (
+            "prefix of the first request",
+            "params.replay_prefix_len[request * params.replay_prefix_len_stride]",
+            "params.replay_prefix_len[0]",
+        ),
+        (
+            "ring start of the first request",
+            "params.ring_start[request * params.ring_start_stride]",
+            "params.ring_start[0]",
+        ),
+        ("snapshot rounded as if at its slab's start", "rounding, at)\n", "rounding, offset)\n"),
+        (
+            "destinations of the first layer",
+            "layer * params.dst_slots_layer_stride +",
+            "0 * params.dst_slots_layer_stride +",
+        ),
+        ("snapshot reads dead rows of x", "j < item.rows ? *reinterpret", "true ? *reinterpret"),
+        (
+            "snapshot reads dead rows of B",
+            "+ column, lane.t, j < item.rows);",
+            "+ column, lane.t, true);",
+        ),
+        ("snapshot reads dead dt", "if (j >= rows) return 0.0f;", ""),
+        (
+            "copy of a slab forgets its scales",
+            "scale != nullptr && lane.index",
+            "false && lane.index",
+        ),
+        (
+            "copy of a slab repeats a vector",
+            "to[32 * (first + i)] = v[i];",
+            "to[32 * (first + i)] = v[0];",
+        ),
+        ("snapshot decodes row g + 8 as code", ", decay[1] *= scale[1];", ";"),
+        ("layers share random bits", "item.layer);\n    target", "0);\n    target"),
+        ("second chunk is the first again", "if (chunk > 0) given", "if (chunk > 1) given"),
+        ("snapshot forgets the next layer", "inner -= of_layer, ++layer;", "inner -= of_layer;"),
+        (
+            "B of the first group",
+            "head / params.heads_per_group * params.B_cache_group_stride",
+            "0 * params.B_cache_group_stride",
+        ),
+        (
+            "pad slot takes part",
+            "slot == params.pad_slot_id || slot >= params.num_slots",
+            "slot >= params.num_slots",
+        ),
+        (
+            "slots too large take part",
+            "slot == params.pad_slot_id || slot >= params.num_slots",
+            "slot == params.pad_slot_id",
+        ),
+    ],
+    "plan_materialize.cu": [
+        ("boundary left behind counts", "boundary > before}", "boundary >= before}"),
+        ("list of each warp begins anew", "place += w < warp ? counts[w] : 0;", ""),
+        ("list of each batch of rows begins anew", "planned += counts[w];", ""),
+        (
+            "destinations keep their cursors",
+            "if (params.move_cursors) move_cursors(",
+            "if (false) move_cursors(",
+        ),
+        ("end of the list not written", "params.batch;\n       i +=", "0;\n       i +="),
+        ("fold in place forgets later rows", "in_place ? row.live - folded : 0;", "0;"),
+        (
+            "prefix beyond the live rows",
+            "prefix = min(prefix, int64_t{max",
+            "prefix = max(prefix, int64_t{max",
+        ),
+        ("boundary beyond the newest token", "boundary >= 0 && boundary <= after", "boundary >= 0"),
+    ],
+    "copy_slots.cu": [
+        (
+            "dead rows go along",
+            "params.is_ring[array] ? live : 1",
+            "params.is_ring[array] ? 16 : 1",
+        ),
+        ("rows copied from row 0 on", "ring_row(from.start, j,", "ring_row(0, j,"),
+        (
+            "copied cursor starts at 0",
+            "params.ring_start_stride] = start;",
+            "params.ring_start_stride] = 0;",
+        ),
+        ("beams share a slot", "copy * params.dst_slots_copy_stride", "0 * copy"),
+        ("images hold one row of a ring", "params.image_rows : 1;", "1 : 1;"),
+        (
+            "copies take one load of four",
+            "first += kAtOnce * step)",
+            "first += 2 * kAtOnce * step)",
+        ),
+        (
+            "live rows not counted",
+            "params.prev_num_accepted_tokens_stride] = live;",
+            "params.prev_num_accepted_tokens_stride] = 0;",
+        ),
+    ],
     "check.cu": [
         ("duplicate slots pass", "other < row;", "other < 0;"),
         ("illegal ring_start passes", "start < params.ring_buffer_len;", "true;"),
         ("too long sequences pass", "last - first > params.npredicted", "false"),
+        ("prefix beyond the live rows passes", "if (rows > live) report", "if (false) report"),
+        ("destination of two passes", "theirs.dst == mine.dst && theirs", "false && theirs"),
+        ("another's source as destination passes", "theirs.src == mine.dst", "false"),
+        ("null address passes", "addresses[table] == 0 || ", ""),
+        ("request listed twice passes", "if (before == request) report", "if (false) report"),
+        ("request behind the end passes", "if (before < 0) report", "if (false) report"),
     ],
 }
 FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in edits)
 
 
-def first_failure(fault: Fault, suite: tuple[str, ...] = SUITE) -> str | None:
+def suite_of(fault: Fault) -> tuple[str, ...]:
+    """The tests that may see a fault, the likeliest first."""
+    return SNAPSHOT_SUITE if fault.file in SNAPSHOT_FILES else SUITE + SNAPSHOT_SUITE
+
+
+def first_failure(fault: Fault) -> str | None:
     """The first test that fails with the fault, or None if it survives."""
     with tempfile.TemporaryDirectory() as folder:
         sources = pathlib.Path(folder) / "cuda"
         shutil.copytree(ROOT / "cuda", sources)
         fault.apply(sources)
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xvk", "not cuda", "-p", "no:cacheprovider", *suite],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-xvk",
+                "not cuda",
+                "-p",
+                "no:cacheprovider",
+                *suite_of(fault),
+            ],
             cwd=ROOT,
             env=dict(os.environ, REPLAYSSM_HOST_SOURCES=str(sources)),
             capture_output=True,
