@@ -13,7 +13,7 @@ struct Head {
 
   const CheckpointingSsuParams& params;
   const Lane lane;
-  const int warp, slabs;  // of the block; the warp behind them prepares
+  const int warp, slabs;  // of the block; two warps behind them prepare
   const int head, first_row;
   const TileShape<Act, kDstate> shape;
   const WeightShape weight_shape;
@@ -24,7 +24,7 @@ struct Head {
                                   int part)
       : params(p),
         warp(threadIdx.x >> 5),
-        slabs(static_cast<int>(blockDim.x >> 5) - 1),
+        slabs(static_cast<int>(blockDim.x >> 5) - 2),
         head(h),
         first_row(part * slabs * kRows),
         shape(p, p.ring_buffer_len),
@@ -44,7 +44,14 @@ struct Head {
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
     return {rows_of_group, shape};
   }
-  __device__ __forceinline__ bool prepares() const { return warp == slabs; }
+  __device__ __forceinline__ bool prepares_C() const { return warp == slabs; }
+  __device__ __forceinline__ bool prepares_dt() const { return warp == slabs + 1; }
+  __device__ __forceinline__ Spread spread_B() const {
+    return Spread(threadIdx.x - 32 * slabs, 64, kDstate / 8);
+  }
+  __device__ __forceinline__ Spread spread_x() const {
+    return Spread(threadIdx.x, 32 * slabs, params.head_dim / 8);
+  }
   __device__ __forceinline__ bool has_slab() const {
     return warp < slabs && first_row + warp * kRows < params.head_dim;
   }
@@ -69,56 +76,31 @@ struct Head {
       }
     }
     const int rows = params.ring_buffer_len;
-    if (prepares()) {
-      const Spread spread(lane.index, 32, kDstate / 8);
-      group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread);
-      const float* ring = dt_ring(params, request.slot, head);
-      for (int j = lane.index; j < rows; j += 32) {
-        ptx::cp_async4(ptx::to_smem(dt + j), ring + row_offset(j, params.dt_cache_row_stride));
-      }
-    } else {
+    if (warp < slabs) {
       const HeadTile<Act, kDstate> tile = {x, shape};
       tile.copy_ring(params, request, head, 0, rows, spread_x());
+      return;
+    }
+    group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread_B());
+    if (!prepares_dt()) return;
+    const float* ring = dt_ring(params, request.slot, head);
+    for (int j = lane.index; j < rows; j += 32) {
+      ptx::cp_async4(ptx::to_smem(dt + j), ring + row_offset(j, params.dt_cache_row_stride));
     }
   }
 
   // Starts the copies of the new tokens.
   __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
-    if (prepares()) {
-      const Spread spread(lane.index, 32, kDstate / 8);
-      group().copy_tokens(params, request, head / params.heads_per_group, spread);
-    } else {
+    if (warp < slabs) {
       const HeadTile<Act, kDstate> tile = {x, shape};
       tile.copy_tokens(params, request, head, spread_x());
+    } else {
+      group().copy_tokens(params, request, head / params.heads_per_group, spread_B());
     }
   }
 
-  __device__ __forceinline__ Spread spread_x() const {
-    return Spread(threadIdx.x, 32 * slabs, params.head_dim / 8);
-  }
-
-  // The weights of the rows, by one warp. Lanes 0-15 have the rows read out, the others those
-  // folded.
-  __device__ __forceinline__ void prepare(const Window& window, const RowMap& map,
-                                          const NewDt<kTokenTiles>& new_dt, float constant) const {
-    new_dt.put(dt + params.ring_buffer_len, params, window.q, 1, constant, lane);
-    if (window.flush) prepare_B<State>(group(), map, window, lane);
-    __syncwarp();
-    const int j = lane.index & 15;
-    const bool folded = lane.index >= kRows && window.flush;
-    const bool live = j < (folded ? window.live : lane.index < kRows ? window.rows() : 0);
-    const int row = folded ? map.old_row(window, j) : map.row(window, j);
-    const float A = __shfl_sync(kAllLanes, constant, 0);
-    const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
-    const Decays decays(live ? dt[row] : 0.0f, A);
-    put_weights(weights, weight_shape, products, scales_of_C, decays, window, j, D,
-                lane.index < kRows);
-    if (window.flush) {
-      put_fold_weights(weights + weight_shape.fold(), decays, j, lane.index >= kRows);
-    }
-  }
-
-  // What needs C as it is, and then C beside the state's codes. A fold wants it as it is.
+  // Products of C and B, and then C beside the state's codes; a fold wants C as it is, and B as
+  // operands.
   __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
     put_products<Act, kDstate, kTokenTiles>(products, group(), map, window, lane);
     __syncwarp();
@@ -128,6 +110,32 @@ struct Head {
         if (!window.flush) of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
       }
       if (lane.index == 0) scales_of_C[t] = of_token;
+    }
+    if (window.flush) prepare_B<State>(group(), map, window, lane);
+  }
+
+  // Lanes 0-15 have the rows read out, the others those folded.
+  __device__ __forceinline__ bool folds(const Window& window) const {
+    return lane.index >= kRows && window.flush;
+  }
+  __device__ __forceinline__ Decays find_decays(const Window& window, const RowMap& map,
+                                                const NewDt<kTokenTiles>& new_dt,
+                                                float constant) const {
+    new_dt.put(dt + params.ring_buffer_len, params, window.q, 1, constant, lane);
+    __syncwarp();
+    const int j = lane.index & 15;
+    const int rows = folds(window) ? window.live : lane.index < kRows ? window.rows() : 0;
+    const int row = folds(window) ? map.old_row(window, j) : map.row(window, j);
+    return Decays(j < rows ? dt[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0));
+  }
+  __device__ __forceinline__ void prepare_weights(const Window& window, const Decays& decays,
+                                                  float constant) const {
+    const int j = lane.index & 15;
+    const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
+    put_weights(weights, weight_shape, products, scales_of_C, decays, window, j, D,
+                lane.index < kRows);
+    if (window.flush) {
+      put_fold_weights(weights + weight_shape.fold(), decays, j, lane.index >= kRows);
     }
   }
 
@@ -209,7 +217,7 @@ struct Head {
 };
 
 template <class State, class Act, int kDstate, int kTokenTiles>
-__global__ void __launch_bounds__(288, 1)
+__global__ void __launch_bounds__(320, 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -218,7 +226,15 @@ __global__ void __launch_bounds__(288, 1)
   const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(),
                                                      unit - row * params.nheads, part);
   const Lane& lane = block.lane;
+  // Everything is asked for before anything is used; what does not need the slot goes first.
   Request request = find_request(params, row);
+  block.ask_for_tokens(request);
+  NewDt<kTokenTiles> new_dt;
+  float constant = 0.0f;
+  if (block.prepares_dt()) {
+    new_dt.load(params, request, block.head, 1, lane);
+    constant = load_constant(params, block.head, 1, lane);
+  }
   if (request.slot < 0) {
     if (params.zero_padding && block.has_slab()) {
       for (int i = lane.index; i < request.window.q * kRows; i += 32) {
@@ -227,36 +243,28 @@ __global__ void __launch_bounds__(288, 1)
                              0.0f);
       }
     }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
     return;
   }
-  // Everything is asked for before anything is used.
   block.ask_for_slot(request);
-  block.ask_for_tokens(request);
   ptx::cp_async_commit();
-  NewDt<kTokenTiles> new_dt;
-  float constant = 0.0f;
-  if (block.prepares()) {
-    new_dt.load(params, request, block.head, 1, lane);
-    constant = load_constant(params, block.head, 1, lane);
-  }
   read_cursors(params, request);
   const Window& window = request.window;
   const RowMap map = {window.start, params.ring_buffer_len};
   ptx::cp_async_wait<0>();
   __syncthreads();
-  if (kScaledC<State, Act>) {
-    if (block.prepares()) block.prepare_C(window, map);
-    __syncthreads();
-  }
+  const bool reads = block.has_slab() && !window.flush;
   float acc[kTokenTiles][4] = {};
-  if (block.prepares()) {
-    if (!kScaledC<State, Act>) block.prepare_C(window, map);
-    block.prepare(window, map, new_dt, constant);
-  } else if (block.has_slab() && !window.flush) {
-    block.read_out(acc, window);
-  }
-  __syncthreads();
-  if (block.prepares()) {
+  Decays decays;
+  if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
+  if (block.prepares_C()) block.prepare_C(window, map);
+  if (reads && !kScaledC<State, Act>) block.read_out(acc, window);
+  __syncthreads();  // the products are there, and C
+  if (block.prepares_dt()) block.prepare_weights(window, decays, constant);
+  if (reads && kScaledC<State, Act>) block.read_out(acc, window);
+  __syncthreads();  // the weights are there
+  if (block.prepares_dt()) {
     block.append(request);
   } else if (block.has_slab() && (window.flush || window.q > 0)) {
     if (window.flush) block.fold(acc, request, map);

@@ -86,6 +86,7 @@ __device__ __forceinline__ Sum shuffle(Sum v, int lane) {
 struct Decays {
   float dt, a;  // a = A * log2(e): decays are powers of two
   Sum sum;
+  __device__ Decays() : dt(0.0f), a(0.0f), sum{0.0f, 0.0f} {}
   __device__ Decays(float dt_of_row, float A) : dt(dt_of_row), a(A * kLog2e), sum{dt_of_row, 0.0f} {
     const int row = threadIdx.x & 15;
 #pragma unroll

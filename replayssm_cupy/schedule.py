@@ -132,7 +132,7 @@ def _bytes_of_warp(key: CheckpointingSsuKey, step: Step, heads: int) -> int:
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    """One warp per slab; a head in parts while multiprocessors would be left over."""
+    """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
     group, head, outputs = _tiles(key, step, step.ring_buffer_len)
     words = _product_words(step) + _round_up(step.ring_buffer_len + step.tokens, 4)
     fixed = group + head + outputs + 4 * (words + _weight_words(step))
@@ -145,7 +145,7 @@ def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         slabs = -(-slabs // 2)
     parts = -(-all_slabs // slabs)
     size = _round_up(fixed + slabs * of_slab, 128)
-    return Schedule(key, heads * parts, 32 * (slabs + 1), size, {"parts": parts})
+    return Schedule(key, heads * parts, 32 * (slabs + 2), size, {"parts": parts})
 
 
 def _tiles(key: CheckpointingSsuKey, step: Step, old_rows: int) -> tuple[int, int, int]:
