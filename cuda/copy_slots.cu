@@ -21,7 +21,7 @@ __device__ __forceinline__ int64_t load_slot(const CopySlotsParams& params, cons
 
 __device__ __forceinline__ Place place_of_slot(const CopySlotsParams& params, int array, int layer,
                                                int64_t slot, int start) {
-  unsigned char* base = ptx::global_pointer<unsigned char>(params.ptrs[array][layer]);
+  unsigned char* base = reinterpret_cast<unsigned char*>(params.ptrs[array][layer]);
   return {base + slot * params.slot_strides[array][layer] * params.itemsizes[array],
           params.block_strides[array], params.row_strides[array], start};
 }

@@ -67,7 +67,7 @@ struct Item {
   }
 
   __device__ __forceinline__ State* storage(const MaterializeParams& params) const {
-    return ptx::global_pointer<State>(params.state_ptrs[layer]);
+    return reinterpret_cast<State*>(params.state_ptrs[layer]);
   }
 
   // The first element of the slab of a slot, in elements of the layer's storage.
@@ -79,20 +79,20 @@ struct Item {
 
   // The scale of the slab's first row, or null.
   __device__ __forceinline__ float* scale(const MaterializeParams& params, int64_t slot) const {
-    float* scales = ptx::global_pointer<float>(params.state_scale_ptrs[layer]);
+    float* scales = reinterpret_cast<float*>(params.state_scale_ptrs[layer]);
     if (scales == nullptr) return nullptr;
     return scales + slot * params.state_scale_slot_strides[layer] +
            head * params.state_scale_head_stride + first_row;
   }
 
   __device__ __forceinline__ const Act* x_row(const MaterializeParams& params, int j) const {
-    return ptx::global_pointer<const Act>(params.x_cache_ptrs[layer]) +
+    return reinterpret_cast<const Act*>(params.x_cache_ptrs[layer]) +
            src * params.x_cache_slot_strides[layer] + head * params.x_cache_head_stride +
            ring_row(start, j, params.ring_buffer_len) * params.x_cache_row_stride + first_row;
   }
 
   __device__ __forceinline__ const Act* B_row(const MaterializeParams& params, int j) const {
-    return ptx::global_pointer<const Act>(params.B_cache_ptrs[layer]) +
+    return reinterpret_cast<const Act*>(params.B_cache_ptrs[layer]) +
            src * params.B_cache_slot_strides[layer] +
            head / params.heads_per_group * params.B_cache_group_stride +
            ring_row(start, j, params.ring_buffer_len) * params.B_cache_row_stride;
@@ -100,13 +100,13 @@ struct Item {
 
   __device__ __forceinline__ float dt(const MaterializeParams& params, int j) const {
     if (j >= rows) return 0.0f;
-    return ptx::global_pointer<const float>(params.dt_cache_ptrs[layer])
+    return reinterpret_cast<const float*>(params.dt_cache_ptrs[layer])
         [src * params.dt_cache_slot_strides[layer] + head * params.dt_cache_head_stride +
          ring_row(start, j, params.ring_buffer_len) * params.dt_cache_row_stride];
   }
 
   __device__ __forceinline__ float A(const MaterializeParams& params) const {
-    return convert::load_float(ptx::global_pointer<const void>(params.A_ptrs[layer]),
+    return convert::load_float(reinterpret_cast<const void*>(params.A_ptrs[layer]),
                                head * params.A_stride, params.A_type);
   }
 };

@@ -154,11 +154,5 @@ __device__ __forceinline__ unsigned cvt_rs_e4m3x4(float v0, float v1, float v2, 
   return r;
 }
 
-// An address that a table holds. Loads from it are then global ones, not generic.
-template <class T>
-__device__ __forceinline__ T* global_pointer(long long address) {
-  return static_cast<T*>(__cvta_global_to_generic(static_cast<size_t>(address)));
-}
-
 }  // namespace ptx
 #endif

@@ -221,7 +221,14 @@ def check_layout(v: Views, replay: bool) -> None:
         if name in packed:
             check_packed(array, packed[name])
         check_alignment(array, max(packed[name], 1) if name in vectors else 0)
+        if name in ("x_cache", "B_cache", "dt_cache") and array.strides[2] > _MOST_ROW_STRIDE:
+            raise ValueError(
+                f"{name}: expected ring rows at most {_MOST_ROW_STRIDE} elements apart, "
+                f"got {array.strides[2]}"
+            )
 
+
+_MOST_ROW_STRIDE = 2**31 - 1  # kernels multiply rows by strides in 32 by 32 bits
 
 # The first axis from which on an array is dense.
 _PACKED = {

@@ -56,6 +56,21 @@ class SmallCheckpointingSsuKey(CheckpointingSsuKey):
     kernel: ClassVar[str] = "checkpointing_ssu_small"
 
 
+def replay_keys(
+    state_dtype: str, activation_dtype: str, dstate: int, tokens: int
+) -> list[CheckpointingSsuKey]:
+    """The forms of a step of up to `tokens` tokens, the one for many heads first.
+
+    That one needs more registers than there are for wide 8-bit states and for wide states with
+    two tiles of tokens.
+    """
+    tiles = max(1, -(-tokens // TOKENS_PER_TILE))
+    case = state_dtype, activation_dtype, dstate, tiles
+    streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
+    small = SmallCheckpointingSsuKey(*case)
+    return [CheckpointingSsuKey(*case), small] if streams else [small]
+
+
 @dataclass(frozen=True, slots=True)
 class SelectiveStateUpdateKey:
     """The plain update: state and activation types and dstate."""
@@ -169,10 +184,9 @@ Key = (
 
 def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
-    tiles = range(1, MAX_TOKENS // TOKENS_PER_TILE + 1)
-    for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tiles):
-        yield CheckpointingSsuKey(*case)
-        yield SmallCheckpointingSsuKey(*case)
+    tokens = range(1, MAX_TOKENS + 1, TOKENS_PER_TILE)
+    for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tokens):
+        yield from replay_keys(*case)
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()

@@ -15,6 +15,7 @@ from .keys import (
     TOKENS_PER_TILE,
     CheckpointingSsuKey,
     SmallCheckpointingSsuKey,
+    replay_keys,
 )
 
 SLAB = 16  # rows p of a head in one tile of state
@@ -79,11 +80,12 @@ def schedule(
 
     Raises ValueError if not even one warp of the step fits on the processor.
     """
-    tiles = max(1, -(-step.tokens // TOKENS_PER_TILE))
-    key = CheckpointingSsuKey(state_dtype, activation_dtype, dstate, tiles)
-    small = SmallCheckpointingSsuKey(state_dtype, activation_dtype, dstate, tiles)
-    order = [_stream(key, step, on), _small(small, step, on)]
-    if prefers_small(key, step, on):
+    keys = replay_keys(state_dtype, activation_dtype, dstate, step.tokens)
+    order = [
+        (_small if isinstance(key, SmallCheckpointingSsuKey) else _stream)(key, step, on)
+        for key in keys
+    ]
+    if prefers_small(keys[0], step, on):
         order.reverse()
     for launch in order:
         if launch.shared_bytes <= on.shared_bytes:

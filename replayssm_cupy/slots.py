@@ -40,11 +40,11 @@ from .keys import (
     STATE_DTYPES,
     TOKENS_PER_TILE,
     AdvanceRingKey,
-    CheckpointingSsuKey,
     Key,
     LoadStateKey,
     ResetSlotsKey,
     SelectiveStateUpdateKey,
+    replay_keys,
 )
 from .plan import (
     INDEX_TYPES,
@@ -421,8 +421,8 @@ def warm_up(
     if not 1 <= npredicted <= MAX_TOKENS:
         raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
-    for tiles in range(1, -(-npredicted // TOKENS_PER_TILE) + 1):
-        keys.append(CheckpointingSsuKey(state, activation, dstate, tiles))
+    for tokens in range(1, npredicted + 1, TOKENS_PER_TILE):
+        keys += replay_keys(state, activation, dstate, tokens)
     keys.append(SelectiveStateUpdateKey(state, activation, dstate))
     keys += [LoadStateKey(state, source) for source in FLOAT_DTYPES]
     compiler.require_gpu(device)

@@ -209,11 +209,4 @@ inline unsigned cvt_rs_e4m3x4(float v0, float v1, float v2, float v3, unsigned b
   throw emu::Error("no cvt.rs here");
 }
 
-// ---------------------------------------------------------------------------------- addresses
-
-template <class T>
-inline T* global_pointer(long long address) {
-  return reinterpret_cast<T*>(address);
-}
-
 }  // namespace ptx
