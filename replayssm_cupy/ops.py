@@ -107,13 +107,13 @@ def checkpointing_ssu(
     enable_pdl : launch the kernel so that it may start while the one ahead of it in the stream is
         still running (programmatic dependent launch); it waits before it reads what that may have
         written. Without effect before compute capability 9.0, and on the CPU path.
-    cb_scaled, cumAdt_vec, cb_old : scratch of the two-kernel algorithm, all three or none, from
+    cb_scaled, cumAdt_vec, cb_old : FlashInfer's scratch, all three or none, from
         :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
         (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
-        rounded up to 8. Contiguous; written, and of no meaning between two calls.
+        rounded up to 8. Contiguous; checked, and not touched: one kernel does the step.
     precompute_heads_per_cta : 0 or more, a hint for FlashInfer's kernels: no effect.
-    algorithm : "monolith" (one kernel), "two-kernel" (needs the scratch) or "auto"; the outputs
-        are the same. Without effect on the CPU path.
+    algorithm : "monolith", "two-kernel" (with scratch) or "auto", for FlashInfer's callers: one
+        kernel does the step whatever is asked for.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same

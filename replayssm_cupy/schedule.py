@@ -98,9 +98,15 @@ def schedule(
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
-    """Whether latency counts for more than traffic: few heads a multiprocessor."""
-    heads = step.batch * step.nheads / on.count
-    return heads <= (8 if key.state_dtype == "float32" else 4 if step.tokens > 1 else 6)
+    """Whether latency counts for more than traffic: few heads a multiprocessor.
+
+    The bounds are where the two forms meet on an H200; a fold of several tokens' rows is what the
+    streaming form does better.
+    """
+    heads = step.batch * step.nheads * step.head_dim / 64 / on.count
+    if step.tokens == 1 or key.state_dtype in ("bfloat16", "float16"):
+        return heads <= 8
+    return heads <= (4 if key.state_dtype == "float32" else 2)
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

@@ -1,7 +1,7 @@
-"""Scratch of the two-kernel algorithm: what the first kernel leaves for the second.
+"""FlashInfer's scratch: taken and checked, so that its callers change one import; not needed.
 
-Its content means nothing between two calls. `allocate_scratch` makes the library's own format, in
-float32; the smaller one of FlashInfer, whose weights have the type of x, is accepted too.
+`allocate_scratch` makes a format in float32; FlashInfer's own, whose weights have the type of x, is
+accepted too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .keys import MAX_WINDOW
 
 SCRATCH = ("cb_scaled", "cumAdt_vec", "cb_old")
 ALGORITHMS = ("auto", "monolith", "two-kernel")
-# Of one sequence and head, in the library's own format, for any window.
+# Of one sequence and head, for any window.
 OWN_SHAPES = {"cb_scaled": (32, 16), "cumAdt_vec": (64,), "cb_old": (32, 16)}
 
 
@@ -32,7 +32,7 @@ def allocate_scratch(
     like: Any = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Scratch for the two-kernel algorithm, to be passed to steps as ``**scratch``.
+    """Scratch as FlashInfer's callers pass it to steps, ``**scratch``; no step here needs it.
 
     Parameters
     ----------
@@ -45,8 +45,7 @@ def allocate_scratch(
 
     Returns
     -------
-    ``{"cb_scaled": ..., "cumAdt_vec": ..., "cb_old": ...}``, float32, uninitialised. Steps that may
-    run at the same time, on two streams for instance, need scratch of their own.
+    ``{"cb_scaled": ..., "cumAdt_vec": ..., "cb_old": ...}``, float32, uninitialised.
 
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` without a GPU.
     """
