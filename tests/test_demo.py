@@ -369,12 +369,14 @@ def test_prefix_cache_without_a_whole_block(capsys: pytest.CaptureFixture[str]) 
 def test_a_wrong_snapshot_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Snapshots one token late: the report must say so."""
+    """Snapshots that hold nothing: the report must say so."""
     right = LayerStack.materialize_blocks
 
-    def late(stack: LayerStack, src: Any, dst: Any, before: Any, fed: Any, **options: Any) -> None:
-        right(stack, src, dst, before - 1, fed, **options)
+    def empty(stack: LayerStack, src: Any, dst: Any, *lengths: Any, **options: Any) -> None:
+        right(stack, src, dst, *lengths, **options)
+        for state in stack.states:
+            state[dst] = 0
 
-    monkeypatch.setattr(LayerStack, "materialize_blocks", late)
+    monkeypatch.setattr(LayerStack, "materialize_blocks", empty)
     status, report = run_json(capsys, "--prefix-cache", "50", "--draft", "4")
     assert status == 1 and not report["passed"]

@@ -48,7 +48,8 @@ MAY_IMPORT = {
               "reference"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
     "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "keys", "plan",
-               "reference", "scratch"},
+               "reference", "schedule", "scratch"},
+    "schedule": {"arrays", "compiler", "keys"},
     "calls": {"arrays", "checked", "checks", "plan"},
     "checked": {"arrays", "decode_checks", "errors", "keys", "plan"},
     "decode_checks": {"arrays", "checks", "errors", "keys", "plan", "scratch"},
@@ -70,7 +71,7 @@ MAY_IMPORT = {
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
-    "resources": {"compiler", "keys", "plan"},
+    "resources": {"compiler", "keys", "schedule"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function.
@@ -197,8 +198,10 @@ MAY_INCLUDE = {
     "convert.cuh": {"params.cuh", "ptx.cuh"},
     "replay.cuh": {"convert.cuh"},
     "fold.cuh": {"replay.cuh"},
-    "step.cuh": {"replay.cuh"},
-    "flush.cuh": {"step.cuh"},
+    "rows.cuh": {"replay.cuh"},
+    "requests.cuh": {"rows.cuh"},
+    "step.cuh": {"rows.cuh"},
+    "flush.cuh": {"fold.cuh", "step.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.
 SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}
