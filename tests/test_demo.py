@@ -369,14 +369,14 @@ def test_prefix_cache_without_a_whole_block(capsys: pytest.CaptureFixture[str]) 
 def test_a_wrong_snapshot_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Snapshots that hold nothing: the report must say so."""
+    """Snapshots that hold something else: the report must say so."""
     right = LayerStack.materialize_blocks
 
-    def empty(stack: LayerStack, src: Any, dst: Any, *lengths: Any, **options: Any) -> None:
+    def other(stack: LayerStack, src: Any, dst: Any, *lengths: Any, **options: Any) -> None:
         right(stack, src, dst, *lengths, **options)
         for state in stack.states:
-            state[dst] = 0
+            state[dst] = 1000
 
-    monkeypatch.setattr(LayerStack, "materialize_blocks", empty)
+    monkeypatch.setattr(LayerStack, "materialize_blocks", other)
     status, report = run_json(capsys, "--prefix-cache", "50", "--draft", "4")
     assert status == 1 and not report["passed"]
