@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import replayssm_cupy as ssm
-from replayssm_cupy import calls, decode, layer_stack, ops, plan, slots
+from replayssm_cupy import arrays, calls, decode, layer_stack, ops, plan, slots
 from replayssm_cupy.arrays import kinds_of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -554,6 +555,18 @@ def test_jax_needs_an_output_of_its_own():
     target = np.zeros((BATCH, T, H, P), BF16)
     assert stack.bind(0, **given, out=target)() is target
     assert target.any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, ml_dtypes.float8_e4m3fn])
+def test_numpy_arrays_are_not_taken_for_those_of_cupy(dtype):
+    """The same call on a GPU's arrays and then on the host's: NumPy shows no buffer of bfloat16."""
+    host = np.zeros((2, 4), dtype)
+    remote = SimpleNamespace(
+        dtype=host.dtype, shape=host.shape, strides=host.strides, data=SimpleNamespace(device_id=0)
+    )
+    matches = arrays._Matcher(arrays._cupy_kind, [remote])
+    assert matches(remote)
+    assert not matches(host)
 
 
 # --- On a GPU ------------------------------------------------------------------------------------
