@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import replayssm_cupy as ssm
-from replayssm_cupy import arrays, calls, decode, layer_stack, ops, plan, slots
-from replayssm_cupy.arrays import kinds_of
+from replayssm_cupy import calls, decode, layer_stack, ops, plan, slots
+from replayssm_cupy.arrays import _cupy_kind, _Matcher, kinds_of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 S, BATCH, T, H, G, P, N, L = 6, 3, 2, 4, 2, 64, 128, 8
@@ -564,7 +564,7 @@ def test_numpy_arrays_are_not_taken_for_those_of_cupy(dtype):
     remote = SimpleNamespace(
         dtype=host.dtype, shape=host.shape, strides=host.strides, data=SimpleNamespace(device_id=0)
     )
-    matches = arrays._Matcher(arrays._cupy_kind, [remote])
+    matches = _Matcher(_cupy_kind, [remote])
     assert matches(remote)
     assert not matches(host)
 
