@@ -216,8 +216,12 @@ struct Head {
   }
 };
 
+// Of a block: what leaves wide states their registers.
+template <int kDstate>
+constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
+
 template <class State, class Act, int kDstate, int kTokenTiles>
-__global__ void __launch_bounds__(320, 1)
+__global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();

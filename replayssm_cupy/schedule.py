@@ -147,8 +147,11 @@ def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     of_slab = SLAB * (key.dstate * itemsize(key.state_dtype) + 4)  # with its scales
     heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
     slabs = all_slabs
+    most = 6 if key.dstate > 128 else 8  # kMostSlabs
     while slabs > 1 and (
-        2 * heads * -(-all_slabs // slabs) <= on.count or fixed + slabs * of_slab > on.shared_bytes
+        slabs > most
+        or 2 * heads * -(-all_slabs // slabs) <= on.count
+        or fixed + slabs * of_slab > on.shared_bytes
     ):
         slabs = -(-slabs // 2)
     parts = -(-all_slabs // slabs)
