@@ -98,6 +98,22 @@ class CudaBackend:
         cupy.cuda.Device().synchronize()
 
 
+def choose_form(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Replay steps take a form of the kernel, "stream" or "small", whatever their size."""
+    from replayssm_cupy import calls, decode, ops, schedule
+
+    monkeypatch.setattr(schedule, "prefers_small", lambda key, step, on: form == "small")
+    monkeypatch.setattr(decode, "_plans", {})
+    monkeypatch.setattr(ops, "_calls", calls.SeenCalls())
+
+
+@pytest.fixture(params=["stream", "small"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the replay step, one after the other."""
+    choose_form(monkeypatch, request.param)
+    return request.param
+
+
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where the kernels run. With "host", NumPy arrays go to the emulated kernels."""

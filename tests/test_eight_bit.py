@@ -106,7 +106,7 @@ def check_one(backend, case: Case, seed: int) -> None:
 @pytest.mark.parametrize("activation", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [1, 4, 11])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_every_shape(backend, shape, tokens, activation, dtype):
+def test_every_shape(backend, form, shape, tokens, activation, dtype):
     check_one(backend, Case(shape, tokens, 16, dtype, activation, num_slots=4), seed=tokens)
 
 

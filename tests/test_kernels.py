@@ -176,7 +176,7 @@ def replay_rows(pools: Pools, A: np.ndarray, slot: int, rows: np.ndarray) -> np.
     "shape", ["tiny", "three-heads-per-group", "five-heads-per-group", "seven-heads-per-group",
               "one-head-per-group", "widest"],
 )  # fmt: skip
-def test_every_shape_and_format(backend, shape, dtypes):
+def test_every_shape_and_format(backend, form, shape, dtypes):
     for tokens, window in ((1, 16), (9, 16)):
         case = Case(SHAPES[shape], tokens, window, *dtypes, num_slots=4)
         check_one(backend, case, seed=tokens)
@@ -189,7 +189,7 @@ def test_every_number_of_tokens(backend, tokens):
 
 
 @pytest.mark.parametrize("name", ["D", "z", "dt_bias", "dt_softplus"])
-def test_options_left_out(backend, name):
+def test_options_left_out(backend, form, name):
     absent = {"dt_softplus": False} if name == "dt_softplus" else {name: None}
     case = replace(BASE, max_window=8)
     if name == "dt_softplus":
@@ -313,7 +313,7 @@ def test_splitting_a_stream_gives_the_same_rings_and_states(backend):
 
 
 @pytest.mark.parametrize("kind", POISONS)
-def test_dead_rows_may_hold_anything(backend, kind):
+def test_dead_rows_may_hold_anything(backend, form, kind):
     for tokens in (1, 4):
         case = replace(BASE, npredicted=tokens)
         rng = np.random.default_rng(14)
@@ -334,7 +334,7 @@ def test_dead_rows_may_hold_anything(backend, kind):
 
 @pytest.mark.parametrize("index_type", [np.int32, np.int64])
 @pytest.mark.parametrize("pad_slot_id", [-1, 0, 3])
-def test_padding(backend, pad_slot_id, index_type):
+def test_padding(backend, form, pad_slot_id, index_type):
     rng = np.random.default_rng(15)
     case = replace(BASE, num_slots=5)
     pools = make_pools(case, rng, fill=True)

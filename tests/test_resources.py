@@ -13,8 +13,14 @@ import pytest
 from replayssm_cupy import decode, keys, plan, resources
 from replayssm_cupy.__main__ import main
 from replayssm_cupy.compiler import TARGETS, Resources
-from replayssm_cupy.keys import AdvanceRingKey, CheckpointingSsuKey, SelectiveStateUpdateKey
+from replayssm_cupy.keys import (
+    AdvanceRingKey,
+    CheckpointingSsuKey,
+    SelectiveStateUpdateKey,
+    SmallCheckpointingSsuKey,
+)
 from replayssm_cupy.resources import MULTIPROCESSORS, resident_blocks
+from replayssm_cupy.schedule import Processor
 
 # cuda_occupancy.h has the numbers of its own for blocks, units and partitions; the others are ours.
 CALCULATOR = r"""
@@ -99,13 +105,14 @@ def test_more_than_a_block_may_have(target):
 
 @pytest.mark.parametrize("key", [*keys.every_key()], ids=lambda key: key.name_expression)
 def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
-    """The block of a real call of the kernel."""
+    """The block of a real call of the kernel, on an H100."""
     import ml_dtypes
 
     import replayssm_cupy as ssm
 
+    on = MULTIPROCESSORS["sm_90"]
     if not isinstance(key, CheckpointingSsuKey | SelectiveStateUpdateKey):
-        assert plan.launch_shape(key) is None
+        assert resources.launch_shape(key, on) is None
         return
     launched: list[plan.Plan] = []
 
@@ -114,25 +121,29 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
             launched.append(plan)
 
     monkeypatch.setitem(plan.launchers, "cpu", Recorder())
+    monkeypatch.setattr(decode, "processor", lambda device: Processor(132, 227 << 10))
     types = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in keys.STATE_DTYPES}
     activation = types[key.activation_dtype]
     replay = isinstance(key, CheckpointingSsuKey)
-    tokens = keys.TOKENS_PER_TILE * key.token_tiles if replay else 1
-    x = np.zeros((1, tokens, 2, 64), activation)
-    B = np.zeros((1, tokens, 1, key.dstate), activation)
-    dt, A = np.zeros((1, tokens, 2), np.float32), -np.ones(2, np.float32)
-    state = np.zeros((1, 2, 64, key.dstate), types[key.state_dtype])
-    scale = np.ones((1, 2, 64), np.float32) if state.itemsize == 1 else None
+    tokens = keys.TOKENS_PER_TILE * (key.token_tiles - 1) + 1 if replay else 1
+    batch = 1 if isinstance(key, SmallCheckpointingSsuKey) else 256
+    x = np.zeros((batch, tokens, 64, 64), activation)
+    B = np.zeros((batch, tokens, 8, key.dstate), activation)
+    dt, A = np.zeros((batch, tokens, 64), np.float32), -np.ones(64, np.float32)
+    state = np.zeros((1, 64, 64, key.dstate), types[key.state_dtype])
+    scale = np.ones((1, 64, 64), np.float32) if state.itemsize == 1 else None
+    options = {"state_scale": scale, "state_batch_indices": np.full(batch, -1, np.int32)}
     if replay:
+        rows = 16 + tokens
         rings = (
-            np.zeros((1, 2, 32, 64), activation), np.zeros((1, 1, 32, key.dstate), activation),
-            np.zeros((1, 2, 32), np.float32), np.zeros(1, np.int32), np.zeros(1, np.int32),
+            np.zeros((1, 64, rows, 64), activation), np.zeros((1, 8, rows, key.dstate), activation),
+            np.zeros((1, 64, rows), np.float32), np.zeros(1, np.int32), np.zeros(1, np.int32),
         )  # fmt: skip
-        ssm.checkpointing_ssu(state, *rings, x, dt, A, B, B, state_scale=scale, max_window=16)
+        ssm.checkpointing_ssu(state, *rings, x, dt, A, B, B, max_window=16, **options)
     else:
-        ssm.selective_state_update(state, x, dt, A, B, B, state_scale=scale)
+        ssm.selective_state_update(state, x, dt, A, B, B, **options)
     assert launched[-1].key == key
-    shape = plan.launch_shape(key)
+    shape = resources.launch_shape(key, on)
     assert shape == (launched[-1].block[0], launched[-1].shared_bytes)
     assert launched[-1].block[1:] == (1, 1)
     decode._plans.clear()

@@ -20,7 +20,7 @@ MAP_NORESERVE = 0x4000
 
 
 @pytest.fixture(autouse=True)
-def emulator():
+def emulator(form):
     with HostLauncher().installed():
         yield
 
