@@ -5,7 +5,7 @@
 
 namespace replay {
 
-// A sequence as it waits in list memory.
+// A sequence as it waits in shared memory; a ring has at most 65536 rows.
 struct alignas(16) Entry {
   int slot, row, token, cursors;  // cursors: start | live << 16 | q << 22 | flush << 28
 };
@@ -30,7 +30,7 @@ constexpr int kMostWarps = 32;
 struct alignas(128) RequestList {
   Entry entries[kMostListed];  // those that flush from the front on, the others from the back
   int counts[kMostWarps][2];
-  int taken, appended;  // heads of this block, and tokens
+  int taken, appended;  // items of this block, and tokens
 
   // Sequence n in the order of work: those that flush come first.
   __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {

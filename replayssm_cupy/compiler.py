@@ -149,12 +149,6 @@ _shared_bytes: dict[int, int] = {}
 _modules: list[Any] = []  # a CUfunction lives as long as its module
 
 
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """How many multiprocessors a GPU has, for kernels whose grid does not grow with the work."""
-    return int(import_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
-
-
 def _explain(error: Exception, names: list[str]) -> str:
     text = str(error)
     if "nvrtc" in text.lower() and ("not found" in text.lower() or "load" in text.lower()):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import compiler, reference
+from . import reference
 from .arrays import Device, View, as_numpy, current_stream, dtype_name, view
 from .checked import check_mode
 from .checks import (
@@ -42,10 +42,9 @@ from .plan import FLOAT_TYPES, INDEX_TYPES, MaterializeParams, Plan, launchers
 from .prefix_checks import HostMetadata, check_on_device, check_on_host
 from .prefix_plan import MAX_BATCH
 from .prefix_tables import TABLES, Layout
+from .schedule import SLAB, processor
 
-SLAB = 16  # rows p of a head; a warp works on one such slab at a time
 WARPS = 4
-HOST_MULTIPROCESSORS = 2  # where tests run the kernel without a GPU
 MAX_HEADS = 2**30 // (max(HEAD_DIMS) // SLAB)  # the kernel counts slabs of a layer in an int
 
 
@@ -252,14 +251,10 @@ def materialize_views(
         check_on_device(record, like, prev, layout.state_dtype, layout.A_dtype)
     key = MaterializeKey(layout.state_dtype, layout.activation_dtype, layout.dstate)
     units = batch * layers * layout.nheads * (layout.head_dim // SLAB)
-    blocks = min(-(-units // WARPS), _multiprocessors(first.device) * key.resident_blocks)
+    blocks = min(-(-units // WARPS), processor(first.device).count * key.resident_blocks)
     stream = current_stream(like)
     Plan(key, (blocks, 1, 1), (32 * WARPS, 1, 1), record, first.device).launch(stream)
     wait_for_jax((*tables.values(), *metadata.values()), first.device, stream)
-
-
-def _multiprocessors(device: Device) -> int:
-    return compiler.multiprocessors(device.index) if device.kind == "cuda" else HOST_MULTIPROCESSORS
 
 
 def check_formats(layout: Layout, device: Device) -> None:

@@ -21,6 +21,7 @@ from .keys import (
 SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
 MOST_WARPS = 8  # of a block that streams
+MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
 
 
@@ -78,8 +79,12 @@ def schedule(
 ) -> Schedule:
     """The form that is faster, if its shared memory is there.
 
-    Raises ValueError if not even one warp of the step fits on the processor.
+    Raises ValueError for a longer ring than kernels count, or if the step does not fit at all.
     """
+    if step.ring_buffer_len > MAX_RING_ROWS:
+        raise ValueError(
+            f"x_cache: expected at most {MAX_RING_ROWS} ring rows, got {step.ring_buffer_len}"
+        )
     keys = replay_keys(state_dtype, activation_dtype, dstate, step.tokens)
     order = [
         (_small if isinstance(key, SmallCheckpointingSsuKey) else _stream)(key, step, on)

@@ -557,6 +557,32 @@ def test_jax_needs_an_output_of_its_own():
     assert target.any()
 
 
+@pytest.mark.parametrize("rows, stride, message", [
+    (70_000, P, r"^x_cache: expected at most 65536 ring rows, got 70000"),
+    (T + 6, 2**31, r"^x_cache: expected ring rows at most 2147483647 elements apart, got 2"),
+])  # fmt: skip
+def test_a_ring_beyond_what_kernels_count(recorder, rows, stride, message):
+    """Nothing of it is read: the memory is not there."""
+    rings = {
+        "x_cache": np.zeros((S, H, 1, P), BF16), "B_cache": np.zeros((S, G, 1, N), BF16),
+        "dt_cache": np.zeros((S, H, 1), np.float32),
+    }  # fmt: skip
+    far = np.lib.stride_tricks.as_strided
+    long = {
+        name: far(ring, (*ring.shape[:2], rows, *ring.shape[3:]),
+                  (*ring.strides[:2], stride * 2 if name == "x_cache" else ring.strides[2],
+                   *ring.strides[3:]))
+        for name, ring in rings.items()
+    }  # fmt: skip
+    given = tokens(np.ndarray.copy)
+    given["state_batch_indices"] = given.pop("slots")
+    cursors = {n: np.zeros(S, np.int32) for n in ("ring_start", "prev_num_accepted_tokens")}
+    with pytest.raises(ValueError, match=message):
+        ssm.checkpointing_ssu(np.zeros((S, H, P, N), np.float32), **long, **cursors, **given,
+                              max_window=6)  # fmt: skip
+    assert not recorder.launches
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16, ml_dtypes.float8_e4m3fn])
 def test_numpy_arrays_are_not_taken_for_those_of_cupy(dtype):
     """The same call on a GPU's arrays and then on the host's: NumPy shows no buffer of bfloat16."""
