@@ -3,7 +3,7 @@
 // t:
 //
 //   y_t = exp(c_t) S C_t + sum_j exp(c_t - c_j) dt_j (C_t . B_j) x_j + D x_t,   out = y silu(z)
-//   flush:  S <- exp(c_old) S + sum_{j old} exp(c_old - c_j) dt_j x_j B_j^T, then y from the new S
+//   flush:  S <- exp(c_old) S + sum_{j old} exp(c_old - c_j) dt_j x_j B_j^T
 //
 // Equals reference.replay_step. Grid: one block per multiprocessor, which stays. A warp works
 // alone: it takes an item, which is a sequence and some heads of one group, prepares the weights of
@@ -64,7 +64,7 @@ struct Worker {
     const int tokens = (shape.tokens + 3) & ~3;
     y = reinterpret_cast<float*>(heads + 2 * shape.head_bytes());
     products = y + shape.tokens * (shape.y_pitch() / 4);
-    scales_of_C = products + kRows * shape.tokens;
+    scales_of_C = products + 2 * kRows * shape.tokens;
     dt = scales_of_C + tokens;
     weights = dt + 2 * kRows * p.heads_of_item;
     scales = weights + p.heads_of_item * weight_shape.words();
@@ -123,7 +123,7 @@ struct Worker {
     for (int i = lane.index >> 4; i < next.heads && j < window.live; i += 2) {
       const float* ring = dt_ring(params, of_item.slot, next.head + i);
       const int row = ring_row(window.start, j, params.ring_buffer_len);
-      ptx::cp_async4(ptx::to_smem(dt + 2 * kRows * i + (window.flush ? kRows : 0) + j),
+      ptx::cp_async4(ptx::to_smem(dt + 2 * kRows * i + j),
                      ring + row_offset(row, params.dt_cache_row_stride));
     }
     new_dt.load(params, of_item, next.head, next.heads, lane);
@@ -220,11 +220,7 @@ struct Worker {
     prepare<kFlush>(item, window);
     for (int i = 0; i < item.heads; ++i) {
       const int left = item.heads - 1 - i;
-      if (kFlush) {
-        fold_head(item, of_item, i, left, place, parity);
-      } else {
-        read_head(item, of_item, i, left, place, parity);
-      }
+      do_head<kFlush>(item, of_item, i, left, place, parity);
       __syncwarp();
       for (int t = spread_x.row; t < window.q; t += spread_x.rows) {
         const int64_t index = out_of_token(params, of_item, item.head, t) + 8 * spread_x.piece;
@@ -237,108 +233,104 @@ struct Worker {
     }
   }
 
-  // The weights of all heads: half a warp does one, or a whole one where the other half has the
-  // rows folded.
+  // The weights of all heads: half a warp does one, or a whole one if it flushes.
   template <bool kFlush>
   __device__ __forceinline__ void prepare(const Item& item, const Window& window) const {
-    new_dt.put(dt + window.old_rows(), params, window.q, item.heads, constant, lane);
-    put_products<Act, kDstate, kTokenTiles>(products, group(), in_order(), window, lane);
+    new_dt.put(dt + (kFlush ? kRows : window.live), params, window.q, item.heads, constant, lane);
+    put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
+                                            [&](int j) { return in_order().row(window, j); });
+    if (kFlush) {
+      put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
+                                              lane,
+                                              [&](int j) { return in_order().old_row(window, j); });
+    }
+    __syncwarp();
     for (int t = 0; t < window.q; ++t) {
       float scale = 1.0f;
-      if constexpr (kScaledC<State, Act> && !kFlush) {
+      if constexpr (kScaledC<State, Act>) {
         scale = scale_C<kDstate>(group().C + t * group().kPitch, lane);
       }
       if (lane.index == 0) scales_of_C[t] = scale;
     }
     if (kFlush) prepare_B<State>(group(), in_order(), window, lane);
     __syncwarp();
-    const int j = lane.index & 15, half = lane.index >> 4;
-    const bool folded = kFlush && half == 1, live = j < (folded ? window.live : window.rows());
-    for (int first = 0; first < item.heads; first += kFlush ? 1 : 2) {
-      const int i = min(first + (kFlush ? 0 : half), item.heads - 1);
+    constexpr int kRowsOfHead = kFlush ? 2 * kRows : kRows;
+    const int row = lane.index & (kRowsOfHead - 1), token = row - (kFlush ? kRows : window.live);
+    const bool live = row < window.live || (token >= 0 && token < window.q);
+    for (int first = 0; first < item.heads; first += 32 / kRowsOfHead) {
+      const int i = min(first + lane.index / kRowsOfHead, item.heads - 1);
       const float A = __shfl_sync(kAllLanes, constant, i);
       const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
-      const Decays decays(live ? dt[2 * kRows * i + (folded ? kRows : 0) + j] : 0.0f, A);
+      const Decays decays(live ? dt[2 * kRows * i + row] : 0.0f, A, kRowsOfHead);
       float* of_head = weights + i * weight_shape.words();
-      put_weights(of_head, weight_shape, products, scales_of_C, decays, window, j, D, !folded);
-      if (kFlush) put_fold_weights(of_head + weight_shape.fold(), decays, j, folded);
+      put_weights(of_head, weight_shape, products, scales_of_C, decays, window, kFlush, D, true);
+      if (kFlush) put_fold_weights(of_head + weight_shape.fold(), decays);
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ ptx::smem_t rows_of_x(const Window& window, int parity) const {
-    return transposed_x(head_tile(parity), shape.x_pitch, lane,
-                        [&](int j) { return in_order().row(window, j); });
+  template <class RowOf>
+  __device__ __forceinline__ ptx::smem_t rows_of_x(int parity, RowOf row_of) const {
+    return transposed_x(head_tile(parity), shape.x_pitch, lane, row_of);
   }
 
-  __device__ __forceinline__ void read_head(const Item& item, const Request& of_item, int i,
-                                            int left, int& place, int parity) {
+  template <bool kFlush>
+  __device__ __forceinline__ void do_head(const Item& item, const Request& of_item, int i, int left,
+                                          int& place, int parity) {
     const Window& window = of_item.window;
-    const Weights<kTokenTiles> of_head(weights + i * weight_shape.words(), weight_shape, window,
-                                       lane);
+    const float* from = weights + i * weight_shape.words();
+    const Weights<kTokenTiles> of_head(from, weight_shape, window, kFlush, lane);
     Readers<State, Act, kDstate, kTokenTiles> readers;
-    readers.load(group(), window, lane);
-    const ptx::smem_t x = rows_of_x(window, parity);
+    const ptx::smem_t x = rows_of_x(parity, [&](int j) { return in_order().row(window, j); });
+    const ptx::smem_t old_x =
+        rows_of_x(parity, [&](int j) { return in_order().old_row(window, j); });
+    const unsigned char* z = head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch;
+    const float* scales_of_head = scales + parity * params.head_dim;
     for (int s = 0; s < count; ++s) {
       if (s > 0) next_stage();
+      const int first = s * kStageSlabs * kRows;
+      if (kFlush) {
+        const FoldWeights fold_weights(from + weight_shape.fold(), lane);
+#pragma unroll 1
+        for (int k = 0; k < kStageSlabs; ++k) {
+          const int first_row = first + k * kRows;
+          if (k > 0 && first_row >= params.head_dim) break;
+          fold(item, of_item, slab(place, k), fold_weights, old_x, scales_of_head, first_row);
+        }
+      }
+      // A fold needs the registers of C.
+      if (kFlush || s == 0) readers.load(group(), window, lane);
       float acc[kStageSlabs][kTokenTiles][4] = {};
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
-      refill<false>(item, of_item, left, s, place, parity);
+      refill<kFlush>(item, of_item, left, s, place, parity);
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) {
-        const int first_row = (s * kStageSlabs + k) * kRows;
+        const int first_row = first + k * kRows;
         if (k > 0 && first_row >= params.head_dim) break;
-        if constexpr (convert::kScaled<State>) {
-          scale_rows(acc[k], scales + parity * params.head_dim + first_row, lane);
-        }
-        finish(acc[k], window, of_head, x, first_row, parity);
+        if constexpr (convert::kScaled<State>) scale_rows(acc[k], scales_of_head + first_row, lane);
+        finish_slab<Act>(acc[k], of_head, kFlush, x, old_x, shape.gated ? z : nullptr,
+                         shape.x_pitch, first_row, y, shape.y_pitch() / 4, window, lane);
       }
     }
   }
 
-  __device__ __forceinline__ void fold_head(const Item& item, const Request& of_item, int i,
-                                            int left, int& place, int parity) {
-    const Window& window = of_item.window;
-    const float* from = weights + i * weight_shape.words();
-    const Weights<kTokenTiles> of_head(from, weight_shape, window, lane);
-    const FoldWeights fold_weights(from + weight_shape.fold(), lane);
-    const ptx::smem_t x = rows_of_x(window, parity);
-    const ptx::smem_t old_x = transposed_x(head_tile(parity), shape.x_pitch, lane,
-                                           [&](int j) { return in_order().old_row(window, j); });
-    for (int s = 0; s < count; ++s) {
-      if (s > 0) next_stage();
-#pragma unroll 1
-      for (int k = 0; k < kStageSlabs; ++k) {
-        const int first_row = (s * kStageSlabs + k) * kRows;
-        if (k > 0 && first_row >= params.head_dim) break;
-        uint32_t rows[4];
-        ptx::ldmatrix_x4_trans(rows, old_x + 2 * first_row);
-        const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
-        State* to = state_of(of_item, item.head) + (first_row + lane.g) * kDstate +
-                    lane.t * static_cast<int>(16 / sizeof(State));
-        Target<State, kDstate> target{params, to, nullptr};
-        float scale[2] = {1.0f, 1.0f};
-        if constexpr (convert::kScaled<State>) {
-          target.scale = scale_of(of_item, item.head) + first_row + lane.g;
-          const float* decode = scales + parity * params.head_dim + first_row + lane.g;
-          scale[0] = decode[0], scale[1] = decode[8];
-        }
-        float acc[kTokenTiles][4] = {};
-        fold_slab<State, Act, kDstate>(acc, target, slab(place, k), group(), fold, scale, window,
-                                       lane);
-        finish(acc, window, of_head, x, first_row, parity);
-      }
-      refill<true>(item, of_item, left, s, place, parity);
+  __device__ __forceinline__ void fold(const Item& item, const Request& of_item, const Slab& slab,
+                                       const FoldWeights& fold_weights, ptx::smem_t old_x,
+                                       const float* scales_of_head, int first_row) const {
+    uint32_t rows[4];
+    ptx::ldmatrix_x4_trans(rows, old_x + 2 * first_row);
+    const int row = first_row + lane.g;
+    State* to = state_of(of_item, item.head) + row * kDstate +
+                lane.t * static_cast<int>(16 / sizeof(State));
+    Target<State, kDstate> target{params, to, nullptr};
+    float scale[2] = {1.0f, 1.0f};
+    if constexpr (convert::kScaled<State>) {
+      target.scale = scale_of(of_item, item.head) + row;
+      scale[0] = scales_of_head[row], scale[1] = scales_of_head[row + 8];
     }
-  }
-
-  __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Window& window,
-                                         const Weights<kTokenTiles>& of_head, ptx::smem_t x,
-                                         int first_row, int parity) const {
-    const unsigned char* z = head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch;
-    finish_slab<Act>(acc, of_head, x, shape.gated ? z : nullptr, shape.x_pitch, first_row, y,
-                     shape.y_pitch() / 4, window, lane);
+    fold_slab<State, Act, kDstate>(target, slab, group().B(),
+                                   prepare_fold<State, Act>(fold_weights, rows), scale, lane);
   }
 };
 

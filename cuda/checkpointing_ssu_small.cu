@@ -35,7 +35,7 @@ struct Head {
     const int tokens = (shape.tokens + 3) & ~3;
     y = reinterpret_cast<float*>(x + shape.head_bytes());
     products = y + shape.tokens * (shape.y_pitch() / 4);
-    scales_of_C = products + kRows * shape.tokens;
+    scales_of_C = products + 2 * kRows * shape.tokens;
     dt = scales_of_C + tokens;  // of the ring, then of the new tokens
     weights = dt + ((p.ring_buffer_len + shape.tokens + 3) & ~3);
     scales = weights + weight_shape.words();
@@ -99,48 +99,47 @@ struct Head {
     }
   }
 
-  // Products of C and B, and then C beside the state's codes; a fold wants C as it is, and B as
-  // operands.
+  // Products of C and B, and then C beside the state's codes, and B as operands of a fold.
   __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
-    put_products<Act, kDstate, kTokenTiles>(products, group(), map, window, lane);
+    put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
+                                            [&](int j) { return map.row(window, j); });
+    if (window.flush) {
+      put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
+                                              lane, [&](int j) { return map.old_row(window, j); });
+    }
     __syncwarp();
     for (int t = 0; t < window.q; ++t) {
       float of_token = 1.0f;
       if constexpr (kScaledC<State, Act>) {
-        if (!window.flush) of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
+        of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
       }
       if (lane.index == 0) scales_of_C[t] = of_token;
     }
     if (window.flush) prepare_B<State>(group(), map, window, lane);
   }
 
-  // Lanes 0-15 have the rows read out, the others those folded.
-  __device__ __forceinline__ bool folds(const Window& window) const {
-    return lane.index >= kRows && window.flush;
-  }
   __device__ __forceinline__ Decays find_decays(const Window& window, const RowMap& map,
                                                 const NewDt<kTokenTiles>& new_dt,
                                                 float constant) const {
     new_dt.put(dt + params.ring_buffer_len, params, window.q, 1, constant, lane);
     __syncwarp();
+    // Of a flush the upper half of the warp has the new rows, else nothing.
     const int j = lane.index & 15;
-    const int rows = folds(window) ? window.live : lane.index < kRows ? window.rows() : 0;
-    const int row = folds(window) ? map.old_row(window, j) : map.row(window, j);
-    return Decays(j < rows ? dt[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0));
+    const bool old = window.flush && lane.index < kRows;
+    const int rows = old ? window.live : window.flush || lane.index < kRows ? window.rows() : 0;
+    const int row = old ? map.old_row(window, j) : map.row(window, j);
+    return Decays(j < rows ? dt[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0),
+                  window.flush ? 2 * kRows : kRows);
   }
   __device__ __forceinline__ void prepare_weights(const Window& window, const Decays& decays,
                                                   float constant) const {
-    const int j = lane.index & 15;
     const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
-    put_weights(weights, weight_shape, products, scales_of_C, decays, window, j, D,
-                lane.index < kRows);
-    if (window.flush) {
-      put_fold_weights(weights + weight_shape.fold(), decays, j, lane.index >= kRows);
-    }
+    put_weights(weights, weight_shape, products, scales_of_C, decays, window, window.flush, D,
+                window.flush || lane.index < kRows);
+    if (window.flush) put_fold_weights(weights + weight_shape.fold(), decays);
   }
 
-  __device__ __forceinline__ void fold(float (&acc)[kTokenTiles][4], const Request& request,
-                                       const RowMap& map) const {
+  __device__ __forceinline__ void fold(const Request& request, const RowMap& map) const {
     const Window& window = request.window;
     const FoldWeights fold_weights(weights + weight_shape.fold(), lane);
     uint32_t rows[4];
@@ -155,8 +154,8 @@ struct Head {
       target.scale = scale(request) + lane.g;
       decode[0] = scales[warp * kRows + lane.g], decode[1] = scales[warp * kRows + lane.g + 8];
     }
-    fold_slab<State, Act, kDstate>(acc, target, Slab{states + warp * Slab::kBytes}, group(), fold,
-                                   decode, window, lane);
+    fold_slab<State, Act, kDstate>(target, Slab{states + warp * Slab::kBytes}, group().B(), fold,
+                                   decode, lane);
   }
 
   __device__ __forceinline__ void read_out(float (&acc)[kTokenTiles][4],
@@ -170,12 +169,14 @@ struct Head {
   __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
-    const Weights<kTokenTiles> of_head(weights, weight_shape, window, lane);
+    const Weights<kTokenTiles> of_head(weights, weight_shape, window, window.flush, lane);
     const ptx::smem_t rows_x =
         transposed_x(x, shape.x_pitch, lane, [&](int j) { return map.row(window, j); });
+    const ptx::smem_t old_x =
+        transposed_x(x, shape.x_pitch, lane, [&](int j) { return map.old_row(window, j); });
     const unsigned char* z = x + (shape.old_rows + shape.tokens) * shape.x_pitch;
-    finish_slab<Act>(acc, of_head, rows_x, shape.gated ? z : nullptr, shape.x_pitch, row_of_warp(),
-                     y, shape.y_pitch() / 4, window, lane);
+    finish_slab<Act>(acc, of_head, window.flush, rows_x, old_x, shape.gated ? z : nullptr,
+                     shape.x_pitch, row_of_warp(), y, shape.y_pitch() / 4, window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   const RowMap map = {window.start, params.ring_buffer_len};
   ptx::cp_async_wait<0>();
   __syncthreads();
-  const bool reads = block.has_slab() && !window.flush;
+  const bool reads = block.has_slab();
   float acc[kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   if (block.prepares_dt()) {
     block.append(request);
   } else if (block.has_slab() && (window.flush || window.q > 0)) {
-    if (window.flush) block.fold(acc, request, map);
     block.finish(acc, request, map);
+    if (window.flush) block.fold(request, map);
   }
 }

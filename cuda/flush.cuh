@@ -1,4 +1,5 @@
-// A flush of one slab: the old rows folded into the checkpoint, rounded, stored, and read out.
+// A flush of one slab: the old rows folded into the checkpoint, rounded and stored. Outputs do not
+// wait for it: they come from the checkpoint as it was and from all rows.
 #pragma once
 #include "fold.cuh"
 #include "step.cuh"
@@ -82,23 +83,16 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   __syncwarp();
 }
 
-// Folds the old rows into one slab of state, stores it, and reads it out: acc += (folded state)
-// C^T. `scale` decodes rows g and g + 8 as they were.
-template <class State, class Act, int kDstate, int kTokenTiles>
-__device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
-                                          Target<State, kDstate>& target,
+// Folds the old rows into one slab of state and stores it. `scale` decodes rows g and g + 8 as they
+// were, `B` is as `prepare_B` left it.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
                                           const SlabTile<State, kDstate>& slab,
-                                          const GroupTile<Act, kDstate>& rows,
-                                          const Fold<State>& fold, const float (&scale)[2],
-                                          const Window& window, const Lane& lane) {
+                                          const unsigned char* B, const Fold<State>& fold,
+                                          const float (&scale)[2], const Lane& lane) {
   constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
   constexpr int kPieces = kDstate / (4 * kPiece);
-  const uint4* B = reinterpret_cast<const uint4*>(rows.B()) + lane.index;
-  const Act* C[kTokenTiles];
-#pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) {
-    C[tile] = rows.C_row(max(min(8 * tile + lane.g, window.q - 1), 0));
-  }
+  const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
   // Rows that wait in registers for their scale need places known at compile time.
   constexpr int kUnroll = convert::kScaled<State> ? kPieces : 1;
@@ -108,21 +102,12 @@ __device__ __forceinline__ void fold_slab(float (&acc)[kTokenTiles][4],
     float2 folded[2][kPairsOfPiece];
 #pragma unroll
     for (int q = 0; q < kPairsOfPiece; q += 2) {
-      const uint4 b = B[16 * (J * kPairsOfPiece + q)];
+      const uint4 b = operands[16 * (J * kPairsOfPiece + q)];
       float2 u[2], l[2];
       piece_pairs<State>(upper, q, u);
       piece_pairs<State>(lower, q, l);
       fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
       fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay, fold);
-      uint32_t c[kTokenTiles][2];
-#pragma unroll
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        const uint2 pairs =
-            reinterpret_cast<const uint2*>(C[tile] + (4 * J + lane.t) * kPiece)[q / 2];
-        c[tile][0] = pairs.x, c[tile][1] = pairs.y;
-      }
-      const float2 v[4] = {folded[0][q], folded[1][q], folded[0][q + 1], folded[1][q + 1]};
-      read_out<2, Act>(acc, v, c, 0);
     }
     target.put(folded, J);
   }

@@ -53,11 +53,13 @@ __device__ __forceinline__ int64_t find_slot(const Params& params, int row) {
   return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
 }
 
-// The rows of a step. A step that does not flush reads out the old rows and then the new ones, at
-// most max_window together. A flush folds the old rows into the state and reads out the new ones.
+// The rows of a step, read out in one or two products over 16 rows: the old rows and then the new
+// ones, at most max_window together; or, in a step that flushes, the old ones apart, which are
+// folded into the state as well.
 struct Window {
   int start, live, q;
   bool flush;
+  // Of the product that has the new rows.
   __device__ __forceinline__ int old_rows() const { return flush ? 0 : live; }
   __device__ __forceinline__ int rows() const { return old_rows() + q; }
 };
@@ -82,17 +84,19 @@ __device__ __forceinline__ Sum shuffle(Sum v, int lane) {
   return {__shfl_sync(kAllLanes, v.high, lane), __shfl_sync(kAllLanes, v.low, lane)};
 }
 
-// Lanes 0-15 hold dt of the rows read out, lanes 16-31 of the rows folded; `sum` is inclusive.
+// A lane holds dt of one row, and the sum of dt up to it, over as many lanes as there are rows.
 struct Decays {
   float dt, a;  // a = A * log2(e): decays are powers of two
   Sum sum;
   __device__ Decays() : dt(0.0f), a(0.0f), sum{0.0f, 0.0f} {}
-  __device__ Decays(float dt_of_row, float A) : dt(dt_of_row), a(A * kLog2e), sum{dt_of_row, 0.0f} {
-    const int row = threadIdx.x & 15;
+  __device__ __forceinline__ Decays(float dt_of_row, float A, int rows = kRows)
+      : dt(dt_of_row), a(A * kLog2e), sum{dt_of_row, 0.0f} {
+    const int row = threadIdx.x & (rows - 1);
 #pragma unroll
-    for (int step = 1; step < kRows; step <<= 1) {
-      const Sum before = {__shfl_up_sync(kAllLanes, sum.high, step, 16),
-                          __shfl_up_sync(kAllLanes, sum.low, step, 16)};
+    for (int step = 1; step < 2 * kRows; step <<= 1) {
+      if (step == rows) break;
+      const Sum before = {__shfl_up_sync(kAllLanes, sum.high, step, rows),
+                          __shfl_up_sync(kAllLanes, sum.low, step, rows)};
       if (row >= step) sum = add(before, sum);
     }
   }

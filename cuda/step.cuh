@@ -64,18 +64,16 @@ __device__ __forceinline__ float load_constant(const CheckpointingSsuParams& par
 
 // ---- weights of the rows ------------------------------------------------------------------------
 
-// Products C_t . B_j of the rows read out, to `products` (t, j). Columns are summed in the order of
-// 16-bit pieces, whatever the type of the state.
-template <class Act, int kDstate, int kTokenTiles>
+// Products C_t . B_j of 16 rows, to `products` (t, j). Columns are summed in the order of 16-bit
+// pieces, whatever the type of the state. `row_of(j)` is row j's place in the tile.
+template <class Act, int kDstate, int kTokenTiles, class RowOf>
 __device__ __forceinline__ void put_products(float* products, const GroupTile<Act, kDstate>& tile,
-                                             const RowMap& map, const Window& window,
-                                             const Lane& lane) {
+                                             const Window& window, const Lane& lane, RowOf row_of) {
   const uint4* B[2];
   const uint4* C[kTokenTiles];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = map.row(window, 8 * i + lane.g);
-    B[i] = reinterpret_cast<const uint4*>(tile.B_row(row)) + lane.t;
+    B[i] = reinterpret_cast<const uint4*>(tile.B_row(row_of(8 * i + lane.g))) + lane.t;
   }
 #pragma unroll
   for (int k = 0; k < kTokenTiles; ++k) {
@@ -109,72 +107,103 @@ __device__ __forceinline__ void put_products(float* products, const GroupTile<Ac
 
 // Where the weights of a head lie, in words: of token t the rows j as pairs of bf16, in the order
 // in which a lane takes them as a B operand: high and low terms of rows 2 i, 2 i + 1, then of rows
-// 2 i + 8, 2 i + 9. Then exp(c_t) of the tokens, then what a fold takes.
+// 2 i + 8, 2 i + 9. Then exp(c_t) of the tokens. Then what a flush takes: weights of the old rows
+// like those before, and those of the fold.
 struct WeightShape {
   int tokens;
   __device__ __forceinline__ static int row(int j) { return (j & 6) * 4 + (j & 8) / 2 + (j & 1); }
   __device__ __forceinline__ int decays() const { return kRows * tokens; }
-  __device__ __forceinline__ int fold() const { return ((kRows + 1) * tokens + 3) & ~3; }
+  __device__ __forceinline__ int old_rows() const { return ((kRows + 1) * tokens + 3) & ~3; }
+  __device__ __forceinline__ int fold() const { return old_rows() + kRows * tokens; }
   __device__ __forceinline__ int words() const { return fold() + kRows + 4; }
 };
 
-// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, of the lane's row j; half
-// a warp does one head. `products` holds (t, j), `scale` what exp(c_t) takes along.
+// Weights exp(c_t - c_j) dt_j (C_t . B_j), plus D on the token's own row, of the lane's row j.
+// Half a warp does a head; if it flushes, a whole one, whose lower half has the old rows.
+// `products` holds (t, j), of the new rows and then of the old ones, `scale` what exp(c_t) takes
+// along.
 __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
                                             const float* products, const float* scale,
-                                            const Decays& decays, const Window& window, int j,
+                                            const Decays& decays, const Window& window, bool flush,
                                             float D, bool write) {
-  const int half = threadIdx.x & 16;
+  const int j = threadIdx.x & 15, half = threadIdx.x & 16;
+  const bool old = flush && half == 0;
+  products += old ? kRows * shape.tokens : 0;
   for (int t = 0; t < window.q; ++t) {
     const int row = window.old_rows() + t;
-    const Sum at_token = shuffle(decays.sum, half + row);
+    const Sum at_token = shuffle(decays.sum, (flush ? kRows : half) + row);
     float weight = 0.0f;
-    if (j <= row) {
+    if (j <= (old ? window.live - 1 : row)) {
       const float span = difference(at_token, decays.sum);
       weight = ptx::ex2(decays.a * span) * decays.dt * products[kRows * t + j];
-      if (j == row) weight += D;
+      if (j == row && !old) weight += D;
     }
     uint32_t terms[2];
     convert::split(make_float2(weight, 0.0f), terms);
     if (write) {
-      auto* halves = reinterpret_cast<unsigned short*>(to + kRows * t) + WeightShape::row(j);
+      float* of_token = to + (old ? shape.old_rows() : 0) + kRows * t;
+      auto* halves = reinterpret_cast<unsigned short*>(of_token) + WeightShape::row(j);
       halves[0] = static_cast<unsigned short>(terms[0]);
       halves[2] = static_cast<unsigned short>(terms[1]);
-      if (j == row) to[shape.decays() + t] = ptx::ex2(decays.a * decays.sum.high) * scale[t];
+      if (j == row && !old) {
+        to[shape.decays() + t] = ptx::ex2(decays.a * decays.sum.high) * scale[t];
+      }
     }
   }
 }
 
-// What a fold takes: the upper half of a warp puts the weights of the old rows.
-__device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays, int j,
-                                                 bool write) {
-  const Sum total = shuffle(decays.sum, 31);
-  if (!write) return;
+// What a fold takes: the lower half of a warp has the old rows.
+__device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays) {
+  const int j = threadIdx.x & 31;
+  const Sum total = shuffle(decays.sum, kRows - 1);
+  if (j >= kRows) return;
   to[j] = fold_weight(decays, total, decays.sum, decays.dt);
   if (j == 0) to[kRows] = fold_decay(decays, total);
 }
 
-// What the rows read out give to the outputs: their weights as a B operand, and exp(c_t), which
-// weighs the checkpoint.
+// Weights of 16 rows as a B operand: rows 0-7 and 8-15, in bf16 terms.
 template <int kTokenTiles>
-struct Weights {
-  uint32_t upper[kTokenTiles][2], lower[kTokenTiles][2];  // rows 0-7 and 8-15, in bf16 terms
-  float decay[kTokenTiles][2];
+struct RowWeights {
+  uint32_t upper[kTokenTiles][2], lower[kTokenTiles][2];
 
-  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
-                                     const Window& window, const Lane& lane) {
+  __device__ __forceinline__ RowWeights(const float* from, const Window& window, const Lane& lane) {
     const int last = max(window.q - 1, 0);
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int t = min(8 * tile + lane.g, last);
       const uint4 w = reinterpret_cast<const uint4*>(from + kRows * t)[lane.t];
       upper[tile][0] = w.x, upper[tile][1] = w.y, lower[tile][0] = w.z, lower[tile][1] = w.w;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        decay[tile][e] = from[shape.decays() + min(8 * tile + 2 * lane.t + e, last)];
-      }
     }
   }
+};
+
+// exp(c_t) of the tokens, which weighs the checkpoint.
+template <int kTokenTiles>
+struct CheckpointWeights {
+  float decay[kTokenTiles][2];
+
+  __device__ __forceinline__ CheckpointWeights(const float* from, const Window& window,
+                                               const Lane& lane) {
+    const int last = max(window.q - 1, 0);
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) decay[tile][e] = from[min(8 * tile + 2 * lane.t + e, last)];
+    }
+  }
+};
+
+// What the checkpoint and the rows give to the outputs of a head; `from` as `put_weights` left it.
+template <int kTokenTiles>
+struct Weights {
+  CheckpointWeights<kTokenTiles> checkpoint;
+  RowWeights<kTokenTiles> rows, old_rows;  // the old ones apart in a flush, else not used
+
+  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
+                                     const Window& window, bool flush, const Lane& lane)
+      : checkpoint(from + shape.decays(), window, lane),
+        rows(from, window, lane),
+        old_rows(from + (flush ? shape.old_rows() : 0), window, lane) {}
 };
 
 // ---- read-out -----------------------------------------------------------------------------------
@@ -281,12 +310,13 @@ __device__ __forceinline__ ptx::smem_t transposed_x(const unsigned char* x, int 
   return ptx::to_smem(x) + row_of(j) * pitch + (lane.index & 8) * 2;
 }
 
-// acc += (weights of the rows) x.
+// acc += (weights of the rows) x of a slab; `x` is as `transposed_x` gives it.
 template <class Act, int kTokenTiles>
 __device__ __forceinline__ void add_rows(float (&acc)[kTokenTiles][4],
-                                         const Weights<kTokenTiles>& weights,
-                                         const uint32_t (&x)[4]) {
-  uint32_t a[kExactTerms<Act>][4];
+                                         const RowWeights<kTokenTiles>& weights,
+                                         ptx::smem_t of_slab) {
+  uint32_t x[4], a[kExactTerms<Act>][4];
+  ptx::ldmatrix_x4_trans(x, of_slab);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t terms[kExactTerms<Act>];
@@ -346,21 +376,22 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const f
 }
 
 // From the sums over the checkpoint to the outputs of a slab: decayed, the rows added, gated, and
-// handed on. `x` is as `transposed_x` gives it; `z`, or null, and `y` are their rows 0.
+// handed on. `x` and `old_x` are as `transposed_x` gives them; `z`, or null, and `y` are their
+// rows 0.
 template <class Act, int kTokenTiles>
 __device__ __forceinline__ void finish_slab(float (&acc)[kTokenTiles][4],
-                                            const Weights<kTokenTiles>& weights, ptx::smem_t x,
+                                            const Weights<kTokenTiles>& weights, bool flush,
+                                            ptx::smem_t x, ptx::smem_t old_x,
                                             const unsigned char* z, int x_pitch, int first_row,
                                             float* y, int y_pitch, const Window& window,
                                             const Lane& lane) {
-  uint32_t rows[4];
-  ptx::ldmatrix_x4_trans(rows, x + 2 * first_row);
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.decay[tile][i & 1];
+    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.checkpoint.decay[tile][i & 1];
   }
-  add_rows<Act>(acc, weights, rows);
+  if (flush) add_rows<Act>(acc, weights.old_rows, old_x + 2 * first_row);
+  add_rows<Act>(acc, weights.rows, x + 2 * first_row);
   if (z != nullptr) gate<Act>(acc, z + 2 * first_row, x_pitch, window, lane);
   put_outputs(acc, y + first_row, y_pitch, window, lane);
 }

@@ -174,11 +174,11 @@ def _tiles(key: CheckpointingSsuKey, step: Step, old_rows: int) -> tuple[int, in
 
 
 def _product_words(step: Step) -> int:
-    return step.tokens * SLAB + _round_up(step.tokens, 4)
+    return 2 * step.tokens * SLAB + _round_up(step.tokens, 4)
 
 
 def _weight_words(step: Step) -> int:
-    return _round_up(17 * step.tokens, 4) + SLAB + 4
+    return _round_up(17 * step.tokens, 4) + SLAB * step.tokens + SLAB + 4
 
 
 def _round_up(size: int, unit: int) -> int:
