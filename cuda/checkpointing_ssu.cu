@@ -39,16 +39,14 @@ struct Worker {
   const TileShape<Act, kDstate> shape;
   const WeightShape weight_shape;
   const Spread spread_x, spread_B;
-  unsigned char *stages, *rows_of_group, *heads;
-  float *y, *scales, *products, *scales_of_C, *dt, *weights;
-  int count;  // of stages of a head
+  unsigned char* const memory;  // the warp's share
   Item next;
   NewDt<kTokenTiles> new_dt;  // of `next`
   float constant;             // of its heads: A, D, dt_bias, one value a lane
   bool group_late;            // its B and C could not be asked for yet
 
   __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
-                                    unsigned char* memory)
+                                    unsigned char* of_warp)
       : params(p),
         list(l),
         listed(of_list),
@@ -56,19 +54,8 @@ struct Worker {
         weight_shape{p.npredicted},
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
-        stages(memory),
-        rows_of_group(memory + kStages * kStageSlabs * Slab::kBytes),
-        heads(rows_of_group + shape.group_bytes()),
-        count((p.head_dim / kRows + kStageSlabs - 1) / kStageSlabs),
-        group_late(false) {
-    const int tokens = (shape.tokens + 3) & ~3;
-    y = reinterpret_cast<float*>(heads + 2 * shape.head_bytes());
-    products = y + shape.tokens * (shape.y_pitch() / 4);
-    scales_of_C = products + 2 * kRows * shape.tokens;
-    dt = scales_of_C + tokens;
-    weights = dt + 2 * kRows * p.heads_of_item;
-    scales = weights + p.heads_of_item * weight_shape.words();
-  }
+        memory(of_warp),
+        group_late(false) {}
 
   // ---- what a warp works on ---------------------------------------------------------------------
 
@@ -76,21 +63,38 @@ struct Worker {
     return unpack_request(list.entry(item.n, listed));
   }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
-    return {rows_of_group, shape};
+    return {memory + params.at_group, shape};
   }
   __device__ __forceinline__ unsigned char* head_tile(int parity) const {
-    return heads + parity * shape.head_bytes();
+    return memory + params.at_head + parity * shape.head_bytes();
   }
   __device__ __forceinline__ Slab slab(int place, int i) const {
-    return {stages + (place * kStageSlabs + i) * Slab::kBytes};
+    return {memory + (place * kStageSlabs + i) * Slab::kBytes};
+  }
+  __device__ __forceinline__ float* floats(int place) const {
+    return reinterpret_cast<float*>(memory + place);
+  }
+  __device__ __forceinline__ float* dt(int i) const {  // of the item's head i
+    return floats(params.at_dt) + 2 * kRows * i;
+  }
+  __device__ __forceinline__ float* weights(int i) const {
+    return floats(params.at_weights) + i * weight_shape.words();
+  }
+  __device__ __forceinline__ float* scales(int parity) const {
+    return floats(params.at_scales) + parity * params.head_dim;
+  }
+  __device__ __forceinline__ int stages() const {  // of a head
+    return (params.head_dim / kRows + kStageSlabs - 1) / kStageSlabs;
   }
   __device__ __forceinline__ RowMap in_order() const { return {0, shape.old_rows}; }
-  __device__ __forceinline__ State* state_of(const Request& request, int head) const {
-    return static_cast<State*>(params.state) + request.slot * params.state_slot_stride +
+  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+    const unsigned slot = request.slot;
+    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
            head * params.state_head_stride;
   }
-  __device__ __forceinline__ float* scale_of(const Request& request, int head) const {
-    return params.state_scale + request.slot * params.state_scale_slot_stride +
+  __device__ __forceinline__ float* scale_of(const Request& request, unsigned head) const {
+    const unsigned slot = request.slot;
+    return params.state_scale + slot * params.state_scale_slot_stride +
            head * params.state_scale_head_stride;
   }
 
@@ -123,21 +127,21 @@ struct Worker {
     for (int i = lane.index >> 4; i < next.heads && j < window.live; i += 2) {
       const float* ring = dt_ring(params, of_item.slot, next.head + i);
       const int row = ring_row(window.start, j, params.ring_buffer_len);
-      ptx::cp_async4(ptx::to_smem(dt + 2 * kRows * i + j),
-                     ring + row_offset(row, params.dt_cache_row_stride));
+      ptx::cp_async4(ptx::to_smem(dt(i) + j), ring + row_offset(row, params.dt_cache_row_stride));
     }
     new_dt.load(params, of_item, next.head, next.heads, lane);
     constant = load_constant(params, next.head, next.heads, lane);
   }
 
-  __device__ __forceinline__ void ask_for_head(const Request& of_item, int head, int parity) const {
+  __device__ __forceinline__ void ask_for_head(const Request& of_item, unsigned head,
+                                               int parity) const {
     const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
     tile.copy_ring(params, of_item, head, of_item.window.start, of_item.window.live, spread_x);
     tile.copy_tokens(params, of_item, head, spread_x);
     if constexpr (convert::kScaled<State>) {
       const float* from = scale_of(of_item, head);
       for (int p = lane.index; p < params.head_dim; p += 32) {
-        ptx::cp_async4(ptx::to_smem(scales + parity * params.head_dim + p), from + p);
+        ptx::cp_async4(ptx::to_smem(scales(parity) + p), from + p);
       }
     }
   }
@@ -160,12 +164,13 @@ struct Worker {
                                          int& place, int parity) {
     __syncwarp();  // all lanes have read it
     const int64_t head_bytes = params.state_head_stride * static_cast<int>(sizeof(State));
+    const int count = stages();
     if (s + kStages < count) {
       ask_for_stage(item.state, s + kStages, place);
     } else {
       if (s + kStages == count) {
         if (left > 0) {
-          ask_for_head(of_item, item.head + 1, parity ^ 1);
+          ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
         } else {
           take_item<kFlush>(parity ^ 1);
         }
@@ -224,7 +229,9 @@ struct Worker {
       __syncwarp();
       for (int t = spread_x.row; t < window.q; t += spread_x.rows) {
         const int64_t index = out_of_token(params, of_item, item.head, t) + 8 * spread_x.piece;
-        store_outputs<Act>(params, index, y + t * (shape.y_pitch() / 4) + 8 * spread_x.piece);
+        store_outputs<Act>(
+            params, index,
+            floats(params.at_outputs) + t * (shape.y_pitch() / 4) + 8 * spread_x.piece);
       }
       ++item.head;
       item.state += params.state_head_stride * static_cast<int>(sizeof(State));
@@ -236,7 +243,10 @@ struct Worker {
   // The weights of all heads: half a warp does one, or a whole one if it flushes.
   template <bool kFlush>
   __device__ __forceinline__ void prepare(const Item& item, const Window& window) const {
-    new_dt.put(dt + (kFlush ? kRows : window.live), params, window.q, item.heads, constant, lane);
+    float* products = floats(params.at_products);
+    float* scales_of_C = floats(params.at_scales_of_C);
+    new_dt.put(dt(0) + (kFlush ? kRows : window.live), params, window.q, item.heads, constant,
+               lane);
     put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
                                             [&](int j) { return in_order().row(window, j); });
     if (kFlush) {
@@ -261,8 +271,8 @@ struct Worker {
       const int i = min(first + lane.index / kRowsOfHead, item.heads - 1);
       const float A = __shfl_sync(kAllLanes, constant, i);
       const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
-      const Decays decays(live ? dt[2 * kRows * i + row] : 0.0f, A, kRowsOfHead);
-      float* of_head = weights + i * weight_shape.words();
+      const Decays decays(live ? dt(i)[row] : 0.0f, A, kRowsOfHead);
+      float* of_head = weights(i);
       put_weights(of_head, weight_shape, products, scales_of_C, decays, window, kFlush, D, true);
       if (kFlush) put_fold_weights(of_head + weight_shape.fold(), decays);
     }
@@ -278,15 +288,16 @@ struct Worker {
   __device__ __forceinline__ void do_head(const Item& item, const Request& of_item, int i, int left,
                                           int& place, int parity) {
     const Window& window = of_item.window;
-    const float* from = weights + i * weight_shape.words();
+    const float* from = weights(i);
     const Weights<kTokenTiles> of_head(from, weight_shape, window, kFlush, lane);
     Readers<State, Act, kDstate, kTokenTiles> readers;
+    if (!kFlush) readers.load(group(), window, lane);
     const ptx::smem_t x = rows_of_x(parity, [&](int j) { return in_order().row(window, j); });
     const ptx::smem_t old_x =
         rows_of_x(parity, [&](int j) { return in_order().old_row(window, j); });
     const unsigned char* z = head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch;
-    const float* scales_of_head = scales + parity * params.head_dim;
-    for (int s = 0; s < count; ++s) {
+    const float* scales_of_head = scales(parity);
+    for (int s = 0; s < stages(); ++s) {
       if (s > 0) next_stage();
       const int first = s * kStageSlabs * kRows;
       if (kFlush) {
@@ -298,8 +309,7 @@ struct Worker {
           fold(item, of_item, slab(place, k), fold_weights, old_x, scales_of_head, first_row);
         }
       }
-      // A fold needs the registers of C.
-      if (kFlush || s == 0) readers.load(group(), window, lane);
+      if (kFlush) readers.load(group(), window, lane);  // a fold needs their registers
       float acc[kStageSlabs][kTokenTiles][4] = {};
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
@@ -310,7 +320,8 @@ struct Worker {
         if (k > 0 && first_row >= params.head_dim) break;
         if constexpr (convert::kScaled<State>) scale_rows(acc[k], scales_of_head + first_row, lane);
         finish_slab<Act>(acc[k], of_head, kFlush, x, old_x, shape.gated ? z : nullptr,
-                         shape.x_pitch, first_row, y, shape.y_pitch() / 4, window, lane);
+                         shape.x_pitch, first_row, floats(params.at_outputs), shape.y_pitch() / 4,
+                         window, lane);
       }
     }
   }
@@ -329,8 +340,13 @@ struct Worker {
       target.scale = scale_of(of_item, item.head) + row;
       scale[0] = scales_of_head[row], scale[1] = scales_of_head[row + 8];
     }
-    fold_slab<State, Act, kDstate>(target, slab, group().B(),
-                                   prepare_fold<State, Act>(fold_weights, rows), scale, lane);
+    if constexpr (convert::kScaled<State>) {
+      fold_scaled_slab<State, Act, kDstate>(
+          target, slab, group().B(), prepare_fold<State, Act>(fold_weights, rows), scale, lane);
+    } else {
+      fold_slab<State, Act, kDstate>(target, slab, group().B(),
+                                     prepare_fold<State, Act>(fold_weights, rows), scale, lane);
+    }
   }
 };
 
@@ -348,7 +364,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   for (int first = 0; first < params.batch; first += kMostListed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
     const int2 listed = list_requests(list, params, first);
-    unsigned char* memory = ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_warp;
+    unsigned char* memory =
+        ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_share;
     Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();
     append<Act, kDstate>(list, params, listed);
     __syncthreads();

@@ -14,14 +14,14 @@ struct Head {
   const CheckpointingSsuParams& params;
   const Lane lane;
   const int warp, slabs;  // of the block; two warps behind them prepare
-  const int head, first_row;
+  const unsigned head;
+  const int first_row;
   const TileShape<Act, kDstate> shape;
   const WeightShape weight_shape;
-  unsigned char *const states, *const rows_of_group, *const x;
-  float *y, *scales, *products, *scales_of_C, *dt, *weights;
+  unsigned char* const memory;
 
-  __device__ __forceinline__ Head(const CheckpointingSsuParams& p, unsigned char* memory, int h,
-                                  int part)
+  __device__ __forceinline__ Head(const CheckpointingSsuParams& p, unsigned char* of_block,
+                                  unsigned h, int part)
       : params(p),
         warp(threadIdx.x >> 5),
         slabs(static_cast<int>(blockDim.x >> 5) - 2),
@@ -29,20 +29,28 @@ struct Head {
         first_row(part * slabs * kRows),
         shape(p, p.ring_buffer_len),
         weight_shape{p.npredicted},
-        states(memory),
-        rows_of_group(memory + slabs * Slab::kBytes),
-        x(rows_of_group + shape.group_bytes()) {
-    const int tokens = (shape.tokens + 3) & ~3;
-    y = reinterpret_cast<float*>(x + shape.head_bytes());
-    products = y + shape.tokens * (shape.y_pitch() / 4);
-    scales_of_C = products + 2 * kRows * shape.tokens;
-    dt = scales_of_C + tokens;  // of the ring, then of the new tokens
-    weights = dt + ((p.ring_buffer_len + shape.tokens + 3) & ~3);
-    scales = weights + weight_shape.words();
-  }
+        memory(of_block) {}
 
+  __device__ __forceinline__ float* floats(int place) const {
+    return reinterpret_cast<float*>(memory + place);
+  }
+  __device__ __forceinline__ float* outputs() const { return floats(params.at_outputs); }
+  __device__ __forceinline__ float* products() const { return floats(params.at_products); }
+  __device__ __forceinline__ float* scales_of_C() const { return floats(params.at_scales_of_C); }
+  __device__ __forceinline__ float* dt() const {  // of the ring, then of the new tokens
+    return floats(params.at_dt);
+  }
+  __device__ __forceinline__ float* weights() const { return floats(params.at_weights); }
+  __device__ __forceinline__ float* scales() const {  // of the warp's slab
+    return floats(params.at_scales) + warp * kRows;
+  }
+  __device__ __forceinline__ int* cursors() const {  // ring_start, prev_num_accepted_tokens
+    return reinterpret_cast<int*>(memory + params.at_cursors);
+  }
+  __device__ __forceinline__ unsigned char* x() const { return memory + params.at_head; }
+  __device__ __forceinline__ Slab slab() const { return {memory + warp * Slab::kBytes}; }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
-    return {rows_of_group, shape};
+    return {memory + params.at_group, shape};
   }
   __device__ __forceinline__ bool prepares_C() const { return warp == slabs; }
   __device__ __forceinline__ bool prepares_dt() const { return warp == slabs + 1; }
@@ -57,11 +65,13 @@ struct Head {
   }
   __device__ __forceinline__ int row_of_warp() const { return first_row + warp * kRows; }
   __device__ __forceinline__ State* state(const Request& request) const {
-    return static_cast<State*>(params.state) + request.slot * params.state_slot_stride +
+    const unsigned slot = request.slot;
+    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
            head * params.state_head_stride + row_of_warp() * kDstate;
   }
   __device__ __forceinline__ float* scale(const Request& request) const {
-    return params.state_scale + request.slot * params.state_scale_slot_stride +
+    const unsigned slot = request.slot;
+    return params.state_scale + slot * params.state_scale_slot_stride +
            head * params.state_scale_head_stride + row_of_warp();
   }
 
@@ -69,30 +79,34 @@ struct Head {
   __device__ __forceinline__ void ask_for_slot(const Request& request) const {
     if (has_slab()) {
       const auto* from = reinterpret_cast<const unsigned char*>(state(request)) + 16 * lane.index;
-      Slab{states + warp * Slab::kBytes}.template copy<32>(from, lane.index);
+      slab().template copy<32>(from, lane.index);
       if (convert::kScaled<State> && lane.index < kRows) {
-        ptx::cp_async4(ptx::to_smem(scales + warp * kRows + lane.index),
-                       scale(request) + lane.index);
+        ptx::cp_async4(ptx::to_smem(scales() + lane.index), scale(request) + lane.index);
       }
     }
     const int rows = params.ring_buffer_len;
     if (warp < slabs) {
-      const HeadTile<Act, kDstate> tile = {x, shape};
+      const HeadTile<Act, kDstate> tile = {x(), shape};
       tile.copy_ring(params, request, head, 0, rows, spread_x());
       return;
     }
     group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread_B());
     if (!prepares_dt()) return;
+    if (lane.index < 2) {
+      ptx::cp_async4(ptx::to_smem(cursors() + lane.index),
+                     lane.index == 0 ? ring_start_of(params, request.slot)
+                                     : live_rows_of(params, request.slot));
+    }
     const float* ring = dt_ring(params, request.slot, head);
     for (int j = lane.index; j < rows; j += 32) {
-      ptx::cp_async4(ptx::to_smem(dt + j), ring + row_offset(j, params.dt_cache_row_stride));
+      ptx::cp_async4(ptx::to_smem(dt() + j), ring + row_offset(j, params.dt_cache_row_stride));
     }
   }
 
   // Starts the copies of the new tokens.
   __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
     if (warp < slabs) {
-      const HeadTile<Act, kDstate> tile = {x, shape};
+      const HeadTile<Act, kDstate> tile = {x(), shape};
       tile.copy_tokens(params, request, head, spread_x());
     } else {
       group().copy_tokens(params, request, head / params.heads_per_group, spread_B());
@@ -101,10 +115,10 @@ struct Head {
 
   // Products of C and B, and then C beside the state's codes, and B as operands of a fold.
   __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
-    put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
+    put_products<Act, kDstate, kTokenTiles>(products(), group(), window, lane,
                                             [&](int j) { return map.row(window, j); });
     if (window.flush) {
-      put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
+      put_products<Act, kDstate, kTokenTiles>(products() + kRows * shape.tokens, group(), window,
                                               lane, [&](int j) { return map.old_row(window, j); });
     }
     __syncwarp();
@@ -113,7 +127,7 @@ struct Head {
       if constexpr (kScaledC<State, Act>) {
         of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
       }
-      if (lane.index == 0) scales_of_C[t] = of_token;
+      if (lane.index == 0) scales_of_C()[t] = of_token;
     }
     if (window.flush) prepare_B<State>(group(), map, window, lane);
   }
@@ -121,29 +135,29 @@ struct Head {
   __device__ __forceinline__ Decays find_decays(const Window& window, const RowMap& map,
                                                 const NewDt<kTokenTiles>& new_dt,
                                                 float constant) const {
-    new_dt.put(dt + params.ring_buffer_len, params, window.q, 1, constant, lane);
+    new_dt.put(dt() + params.ring_buffer_len, params, window.q, 1, constant, lane);
     __syncwarp();
     // Of a flush the upper half of the warp has the new rows, else nothing.
     const int j = lane.index & 15;
     const bool old = window.flush && lane.index < kRows;
     const int rows = old ? window.live : window.flush || lane.index < kRows ? window.rows() : 0;
     const int row = old ? map.old_row(window, j) : map.row(window, j);
-    return Decays(j < rows ? dt[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0),
+    return Decays(j < rows ? dt()[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0),
                   window.flush ? 2 * kRows : kRows);
   }
   __device__ __forceinline__ void prepare_weights(const Window& window, const Decays& decays,
                                                   float constant) const {
     const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
-    put_weights(weights, weight_shape, products, scales_of_C, decays, window, window.flush, D,
+    put_weights(weights(), weight_shape, products(), scales_of_C(), decays, window, window.flush, D,
                 window.flush || lane.index < kRows);
-    if (window.flush) put_fold_weights(weights + weight_shape.fold(), decays);
+    if (window.flush) put_fold_weights(weights() + weight_shape.fold(), decays);
   }
 
   __device__ __forceinline__ void fold(const Request& request, const RowMap& map) const {
     const Window& window = request.window;
-    const FoldWeights fold_weights(weights + weight_shape.fold(), lane);
+    const FoldWeights fold_weights(weights() + weight_shape.fold(), lane);
     uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, transposed_x(x, shape.x_pitch, lane, [&](int j) {
+    ptx::ldmatrix_x4_trans(rows, transposed_x(x(), shape.x_pitch, lane, [&](int j) {
                                    return map.old_row(window, j);
                                  }) + 2 * row_of_warp());
     const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
@@ -152,36 +166,39 @@ struct Head {
     float decode[2] = {1.0f, 1.0f};
     if constexpr (convert::kScaled<State>) {
       target.scale = scale(request) + lane.g;
-      decode[0] = scales[warp * kRows + lane.g], decode[1] = scales[warp * kRows + lane.g + 8];
+      decode[0] = scales()[lane.g], decode[1] = scales()[lane.g + 8];
     }
-    fold_slab<State, Act, kDstate>(target, Slab{states + warp * Slab::kBytes}, group().B(), fold,
-                                   decode, lane);
+    if constexpr (convert::kScaled<State>) {
+      fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, decode, lane);
+    } else {
+      fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, decode, lane);
+    }
   }
 
   __device__ __forceinline__ void read_out(float (&acc)[kTokenTiles][4],
                                            const Window& window) const {
     Readers<State, Act, kDstate, kTokenTiles> readers;
     readers.load(group(), window, lane);
-    read_out_slab(acc, Slab{states + warp * Slab::kBytes}, readers, lane);
-    if constexpr (convert::kScaled<State>) scale_rows(acc, scales + warp * kRows, lane);
+    read_out_slab(acc, slab(), readers, lane);
+    if constexpr (convert::kScaled<State>) scale_rows(acc, scales(), lane);
   }
 
   __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
-    const Weights<kTokenTiles> of_head(weights, weight_shape, window, window.flush, lane);
+    const Weights<kTokenTiles> of_head(weights(), weight_shape, window, window.flush, lane);
     const ptx::smem_t rows_x =
-        transposed_x(x, shape.x_pitch, lane, [&](int j) { return map.row(window, j); });
+        transposed_x(x(), shape.x_pitch, lane, [&](int j) { return map.row(window, j); });
     const ptx::smem_t old_x =
-        transposed_x(x, shape.x_pitch, lane, [&](int j) { return map.old_row(window, j); });
-    const unsigned char* z = x + (shape.old_rows + shape.tokens) * shape.x_pitch;
+        transposed_x(x(), shape.x_pitch, lane, [&](int j) { return map.old_row(window, j); });
+    const unsigned char* z = x() + (shape.old_rows + shape.tokens) * shape.x_pitch;
     finish_slab<Act>(acc, of_head, window.flush, rows_x, old_x, shape.gated ? z : nullptr,
-                     shape.x_pitch, row_of_warp(), y, shape.y_pitch() / 4, window, lane);
+                     shape.x_pitch, row_of_warp(), outputs(), shape.y_pitch() / 4, window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
       store_outputs<Act>(params, out_of_token(params, request, head, t) + column,
-                         y + t * (shape.y_pitch() / 4) + column);
+                         outputs() + t * (shape.y_pitch() / 4) + column);
     }
   }
 
@@ -194,7 +211,7 @@ struct Head {
     const int end = ring_row(window.start, window.live, params.ring_buffer_len);
     for (int t = 0; t < window.q; ++t) {
       const int row = ring_row(end, t, params.ring_buffer_len);
-      const unsigned char* new_x = x + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
+      const unsigned char* new_x = x() + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
       Act* to = x_ring<Act>(params, request.slot, head) +
                 row_offset(row, params.x_cache_row_stride) + first_row;
       if (lane.index < pieces) {
@@ -203,7 +220,7 @@ struct Head {
       }
       if (first && lane.index == 31) {
         dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)] =
-            dt[params.ring_buffer_len + t];
+            dt()[params.ring_buffer_len + t];
       }
       if (of_group) {
         to = B_ring<Act>(params, request.slot, group_index) +
@@ -254,11 +271,11 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   }
   block.ask_for_slot(request);
   ptx::cp_async_commit();
-  read_cursors(params, request);
-  const Window& window = request.window;
-  const RowMap map = {window.start, params.ring_buffer_len};
   ptx::cp_async_wait<0>();
   __syncthreads();
+  set_window(params, request, block.cursors()[0], block.cursors()[1]);
+  const Window& window = request.window;
+  const RowMap map = {window.start, params.ring_buffer_len};
   const bool reads = block.has_slab();
   float acc[kTokenTiles][4] = {};
   Decays decays;

@@ -6,14 +6,12 @@
 
 namespace replay {
 
-// Where a fold goes. A row of an 8-bit state is encoded when all of it is known, so its values wait
-// in registers; other states are stored piece by piece.
+// Where a fold goes.
 template <class State, int kDstate>
 struct Target {
   const CheckpointingSsuParams& params;
   State* slab;   // the lane's first piece in row g
   float* scale;  // of row g; that of row g + 8 lies 8 behind
-  float2 rows[2][convert::kScaled<State> ? kDstate / 8 : 1];
 
   __device__ __forceinline__ bool stochastic() const {
     return sizeof(State) < 4 && params.rand_seed != nullptr;
@@ -24,38 +22,30 @@ struct Target {
     return piece - static_cast<const State*>(params.state);
   }
 
+  // One piece of rows g and g + 8.
   template <int kPairsOfPiece>
   __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece], int piece) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if constexpr (convert::kScaled<State>) {
-#pragma unroll
-        for (int q = 0; q < kPairsOfPiece; ++q) rows[h][8 * piece + q] = folded[h][q];
-      } else {
-        State* to = slab + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-        *reinterpret_cast<uint4*>(to) =
-            stochastic() ? encode_piece_of_row<State, true>(folded[h], Rounding(params), offset(to))
-                         : encode_piece_of_row<State, false>(folded[h], Rounding(), 0);
-      }
+      State* to = slab + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
+      ptx::store_keep16(
+          to, stochastic()
+                  ? encode_piece_of_row<State, true>(folded[h], Rounding(params), offset(to))
+                  : encode_piece_of_row<State, false>(folded[h], Rounding(), 0));
     }
   }
 
-  // The two ways to round are apart, so that the common one runs through short code.
-  __device__ __forceinline__ void finish(const Lane& lane) {
+  // A whole row of an 8-bit state, which is encoded when all of it is known: row g or g + 8. The
+  // two ways to round are apart, so that the common one runs through short code.
+  __device__ __forceinline__ void put_row(const float2 (&folded)[kDstate / 8], int half,
+                                          const Lane& lane) {
+    State* to = slab + 8 * half * kDstate;
     if (stochastic()) {
-      store_rows<true>(Rounding(params), lane);
+      store_scaled_row<State, true, kDstate / 64>(to, scale + 8 * half, offset(to), folded,
+                                                  Rounding(params), lane);
     } else {
-      store_rows<false>(Rounding(), lane);
-    }
-  }
-
-  template <bool kStochastic>
-  __device__ __forceinline__ void store_rows(const Rounding& rounding, const Lane& lane) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      State* to = slab + 8 * h * kDstate;
-      store_scaled_row<State, kStochastic, kDstate / 64>(to, scale + 8 * h, offset(to), rows[h],
-                                                         rounding, lane);
+      store_scaled_row<State, false, kDstate / 64>(to, scale + 8 * half, offset(to), folded,
+                                                   Rounding(), lane);
     }
   }
 };
@@ -93,12 +83,11 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
   constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
   constexpr int kPieces = kDstate / (4 * kPiece);
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
+  const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
-  // Rows that wait in registers for their scale need places known at compile time.
-  constexpr int kUnroll = convert::kScaled<State> ? kPieces : 1;
-#pragma unroll kUnroll
+#pragma unroll 1
   for (int J = 0; J < kPieces; ++J) {
-    const uint4 upper = slab.piece(lane, 0, J), lower = slab.piece(lane, 1, J);
+    const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
     float2 folded[2][kPairsOfPiece];
 #pragma unroll
     for (int q = 0; q < kPairsOfPiece; q += 2) {
@@ -111,7 +100,38 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
     }
     target.put(folded, J);
   }
-  if constexpr (convert::kScaled<State>) target.finish(lane);
+}
+
+// The same for an 8-bit state: row g, and then row g + 8, so that few values wait for their scale.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
+                                                 const SlabTile<State, kDstate>& slab,
+                                                 const unsigned char* B, Fold<State> fold,
+                                                 const float (&scale)[2], const Lane& lane) {
+  constexpr int kPieces = kDstate / 64;
+  const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
+  auto pieces = slab.pieces(lane);
+  float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h) {
+    float2 folded[kDstate / 8];
+#pragma unroll
+    for (int J = 0; J < kPieces; ++J) {
+      const uint4 piece = pieces.load(0, J);
+#pragma unroll
+      for (int q = 0; q < 8; q += 2) {
+        const uint4 b = operands[16 * (8 * J + q)];
+        float2 stored[2];
+        piece_pairs<State>(piece, q, stored);
+        folded[8 * J + q] = fold_pair<State, Act>(stored[0], b.x, b.y, decay[0], fold);
+        folded[8 * J + q + 1] = fold_pair<State, Act>(stored[1], b.z, b.w, decay[0], fold);
+      }
+    }
+    target.put_row(folded, h, lane);
+    fold.swap_rows();
+    pieces.swap_rows();
+    decay[0] = decay[1];
+  }
 }
 
 }  // namespace replay

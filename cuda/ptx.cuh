@@ -40,6 +40,21 @@ __device__ __forceinline__ smem_t to_smem(const void* p) {
   return static_cast<smem_t>(__cvta_generic_to_shared(p));
 }
 
+// The same number, whose parts the compiler does not see: what it computes from them ahead of a
+// loop would fill registers.
+__device__ __forceinline__ unsigned opaque(unsigned v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared16(smem_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ unsigned char* dynamic_smem() {
   extern __shared__ __align__(128) unsigned char memory[];
   return memory;
@@ -78,6 +93,15 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Stores 16 bytes that the L2 is asked to keep.
+__device__ __forceinline__ void store_keep16(void* to, uint4 v) {
+  unsigned long long keep;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w), "l"(keep)
+               : "memory");
 }
 
 // ---- programmatic dependent launch, from sm_90 on -----------------------------------------------

@@ -7,7 +7,9 @@ namespace replay {
 
 // A sequence as it waits in shared memory; a ring has at most 65536 rows.
 struct alignas(16) Entry {
-  int slot, row, token, cursors;  // cursors: start | live << 16 | q << 22 | flush << 28
+  int slot;
+  unsigned row, token;
+  int cursors;  // start | live << 16 | q << 22 | flush << 28
 };
 
 __device__ __forceinline__ Entry pack_request(const Request& request) {
@@ -57,7 +59,10 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
     Request request = {-1, 0, 0, {0, 0, 0, false}};
     if (row < end) {
       request = find_request(params, row);
-      if (request.slot >= 0) read_cursors(params, request);
+      if (request.slot >= 0) {
+        const int start = *ring_start_of(params, request.slot);
+        set_window(params, request, start, *live_rows_of(params, request.slot));
+      }
     }
     const bool flush = request.slot >= 0 && request.window.flush;
     const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
@@ -95,7 +100,7 @@ __device__ __forceinline__ void copy_pieces(Act* to, int64_t to_stride, const Ac
   from += spread.row * from_stride + 8 * spread.piece;
   to_stride *= spread.rows, from_stride *= spread.rows;
   for (int row = spread.row; row < rows; row += kAtOnce * spread.rows) {
-    uint4 v[kAtOnce];
+    uint4 v[kAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (row + i * spread.rows < rows) v[i] = *reinterpret_cast<const uint4*>(from);

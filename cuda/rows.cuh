@@ -11,27 +11,37 @@ namespace replay {
 // One sequence of the batch, and the rows of its step. `token` is the place of the sequence's first
 // token among the batch's.
 struct Request {
-  int slot, row, token;
+  int slot;
+  unsigned row, token;
   Window window;
 };
 
 __device__ __forceinline__ Request find_request(const CheckpointingSsuParams& params, int row) {
-  Request request = {static_cast<int>(find_slot(params, row)), row, 0, {0, 0, 0, false}};
+  Request request = {
+      static_cast<int>(find_slot(params, row)), static_cast<unsigned>(row), 0, {0, 0, 0, false}};
   request.window.q = params.npredicted;
   if (params.cu_seqlens != nullptr) {
-    request.token = params.cu_seqlens[row];
-    request.window.q = min(max(params.cu_seqlens[row + 1] - request.token, 0), params.npredicted);
+    const int first = params.cu_seqlens[row];
+    request.token = first;
+    request.window.q = min(max(params.cu_seqlens[row + 1] - first, 0), params.npredicted);
   }
   return request;
 }
 
+__device__ __forceinline__ const int* ring_start_of(const CheckpointingSsuParams& params,
+                                                    unsigned slot) {
+  return params.ring_start + slot * params.ring_start_stride;
+}
+
+__device__ __forceinline__ const int* live_rows_of(const CheckpointingSsuParams& params,
+                                                   unsigned slot) {
+  return params.prev_num_accepted_tokens + slot * params.prev_num_accepted_tokens_stride;
+}
+
 // Cursors outside their range would be a caller's fault; they must not become stray addresses.
-__device__ __forceinline__ void read_cursors(const CheckpointingSsuParams& params,
-                                             Request& request) {
+__device__ __forceinline__ void set_window(const CheckpointingSsuParams& params, Request& request,
+                                           int start, int live) {
   Window& window = request.window;
-  const int64_t slot = request.slot;
-  const int start = params.ring_start[slot * params.ring_start_stride];
-  const int live = params.prev_num_accepted_tokens[slot * params.prev_num_accepted_tokens_stride];
   const bool forced = params.force_flush != nullptr &&
                       params.force_flush[request.row * params.force_flush_stride] != 0;
   window.start = min(max(start, 0), params.ring_buffer_len - 1);
@@ -47,60 +57,64 @@ __device__ __forceinline__ int64_t row_offset(int row, int64_t stride) {
 }
 
 template <class Act>
-__device__ __forceinline__ Act* x_ring(const CheckpointingSsuParams& params, int64_t slot,
-                                       int head) {
+__device__ __forceinline__ Act* x_ring(const CheckpointingSsuParams& params, unsigned slot,
+                                       unsigned head) {
   return static_cast<Act*>(params.x_cache) + slot * params.x_cache_slot_stride +
          head * params.x_cache_head_stride;
 }
 
 template <class Act>
-__device__ __forceinline__ Act* B_ring(const CheckpointingSsuParams& params, int64_t slot,
-                                       int group) {
+__device__ __forceinline__ Act* B_ring(const CheckpointingSsuParams& params, unsigned slot,
+                                       unsigned group) {
   return static_cast<Act*>(params.B_cache) + slot * params.B_cache_slot_stride +
          group * params.B_cache_group_stride;
 }
 
-__device__ __forceinline__ float* dt_ring(const CheckpointingSsuParams& params, int64_t slot,
-                                          int head) {
+__device__ __forceinline__ float* dt_ring(const CheckpointingSsuParams& params, unsigned slot,
+                                          unsigned head) {
   return params.dt_cache + slot * params.dt_cache_slot_stride + head * params.dt_cache_head_stride;
 }
 
 template <class Act>
 __device__ __forceinline__ const Act* x_of_token(const CheckpointingSsuParams& params,
-                                                 const Request& request, int head, int t) {
+                                                 const Request& request, unsigned head,
+                                                 unsigned t) {
   return static_cast<const Act*>(params.x) + request.row * params.x_batch_stride +
          (request.token + t) * params.x_token_stride + head * params.x_head_stride;
 }
 
 template <class Act>
 __device__ __forceinline__ const Act* z_of_token(const CheckpointingSsuParams& params,
-                                                 const Request& request, int head, int t) {
+                                                 const Request& request, unsigned head,
+                                                 unsigned t) {
   return static_cast<const Act*>(params.z) + request.row * params.z_batch_stride +
          (request.token + t) * params.z_token_stride + head * params.z_head_stride;
 }
 
 template <class Act>
 __device__ __forceinline__ const Act* B_of_token(const CheckpointingSsuParams& params,
-                                                 const Request& request, int group, int t) {
+                                                 const Request& request, unsigned group,
+                                                 unsigned t) {
   return static_cast<const Act*>(params.B) + request.row * params.B_batch_stride +
          (request.token + t) * params.B_token_stride + group * params.B_group_stride;
 }
 
 template <class Act>
 __device__ __forceinline__ const Act* C_of_token(const CheckpointingSsuParams& params,
-                                                 const Request& request, int group, int t) {
+                                                 const Request& request, unsigned group,
+                                                 unsigned t) {
   return static_cast<const Act*>(params.C) + request.row * params.C_batch_stride +
          (request.token + t) * params.C_token_stride + group * params.C_group_stride;
 }
 
 __device__ __forceinline__ int64_t dt_of_token(const CheckpointingSsuParams& params,
-                                               const Request& request, int head, int t) {
+                                               const Request& request, unsigned head, unsigned t) {
   return request.row * params.dt_batch_stride + (request.token + t) * params.dt_token_stride +
          head * params.dt_head_stride;
 }
 
 __device__ __forceinline__ int64_t out_of_token(const CheckpointingSsuParams& params,
-                                                const Request& request, int head, int t) {
+                                                const Request& request, unsigned head, unsigned t) {
   return request.row * params.out_batch_stride + (request.token + t) * params.out_token_stride +
          head * params.out_head_stride;
 }
@@ -253,20 +267,31 @@ struct SlabTile {
   // byte.
   template <int kThreads>
   __device__ __forceinline__ void copy(const unsigned char* slab, unsigned thread) const {
+    const unsigned swap = kSwapped ? thread / kPiecesOfRow % 2 * 4 : 0;
+    const ptx::smem_t tile = ptx::to_smem(bytes);
+    const ptx::smem_t to[2] = {ptx::opaque(tile + 16 * (thread ^ swap)),
+                               ptx::opaque(tile + 16 * (thread ^ swap ^ (kSwapped ? 4 : 0)))};
 #pragma unroll
     for (int i = 0; i < kPieces / kThreads; ++i) {
-      const unsigned row =
-          thread / kPiecesOfRow ^ static_cast<unsigned>(i * kThreads / kPiecesOfRow);
-      const unsigned place = thread ^ (kSwapped ? (row & 1u) * 4u : 0u);
-      ptx::cp_async16(ptx::to_smem(bytes) + 16 * (place + kThreads * i), slab + 16 * kThreads * i);
+      ptx::cp_async16(to[i * kThreads / kPiecesOfRow % 2] + 16 * kThreads * i,
+                      slab + 16 * kThreads * i);
     }
   }
 
-  // Piece J of the lane in row g (half 0) or g + 8 (half 1).
-  __device__ __forceinline__ uint4 piece(const Lane& lane, int half, int J) const {
+  // The lane's pieces of row g (half 0) and g + 8 (half 1).
+  struct Pieces {
+    ptx::smem_t even, odd;
+    __device__ __forceinline__ uint4 load(int half, int J) const {
+      return ptx::load_shared16((J % 2 ? odd : even) + 128 * (half * kPiecesOfRow + J / 2));
+    }
+    __device__ __forceinline__ void swap_rows() {  // rows g + 8 take the place of rows g
+      even += 128 * kPiecesOfRow, odd += 128 * kPiecesOfRow;
+    }
+  };
+  __device__ __forceinline__ Pieces pieces(const Lane& lane) const {
     const int swap = kSwapped ? lane.g & 1 : 0;
-    const int at = (lane.g + 8 * half) * kPiecesOfRow + 4 * (J ^ swap) + lane.t;
-    return reinterpret_cast<const uint4*>(bytes)[at];
+    const ptx::smem_t row = ptx::to_smem(bytes) + 16 * (lane.g * kPiecesOfRow + lane.t);
+    return {ptx::opaque(row + 64 * swap), ptx::opaque(row + 64 * (1 - swap))};
   }
 };
 

@@ -265,9 +265,10 @@ __device__ __forceinline__ void read_out_slab(
   using R = Readers<State, Act, kDstate, kTokenTiles>;
   constexpr int kPairsOfPiece = R::kPiece / 2;
   float odd[kTokenTiles][4] = {};
+  const auto pieces = slab.pieces(lane);
 #pragma unroll
   for (int J = 0; J < R::kPairs / kPairsOfPiece; ++J) {
-    const uint4 upper = slab.piece(lane, 0, J), lower = slab.piece(lane, 1, J);
+    const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
 #pragma unroll
     for (int q = 0; q < kPairsOfPiece; q += 2) {
       const int r = J * kPairsOfPiece + q;

@@ -1,7 +1,7 @@
 """How a decode step is spread over a GPU: which form of the kernel, blocks, warps, shared memory.
 
-The sizes here are those that the kernels lay out themselves; the emulator and compute-sanitizer
-see a write past the end.
+The layouts of shared memory are made here; the emulator and compute-sanitizer see a write past
+the end.
 """
 
 from __future__ import annotations
@@ -114,71 +114,108 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     return heads <= (4 if key.state_dtype == "float32" else 2)
 
 
+def slabs_of_stage(bytes_of_row: int) -> int:
+    """kSlabsOfStage."""
+    return 2 if bytes_of_row <= 256 else 1
+
+
+def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
+    """That a warp takes at once."""
+    heads_of_warp = step.batch * step.nheads / (on.count * MOST_WARPS)
+    if key.state_dtype == "float32" or heads_of_warp < 4:
+        return 1
+    return 4 if heads_of_warp >= 12 else 2
+
+
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
     A warp takes several heads of a group at once where it will have many: they share B and C.
     """
-    heads_of_warp = step.batch * step.nheads / (on.count * MOST_WARPS)
-    most = 4 if heads_of_warp >= 12 else 2 if heads_of_warp >= 4 else 1
-    if key.state_dtype == "float32":
-        most = 1
-    items = -(-step.heads_per_group // most)
+    items = -(-step.heads_per_group // most_heads(key, step, on))
     heads = -(-step.heads_per_group // items)
-    size = _bytes_of_warp(key, step, heads)
+    row = key.dstate * itemsize(key.state_dtype)
+    share = _share(
+        key, step, step.max_window,
+        state_bytes=STAGES * slabs_of_stage(row) * SLAB * row,
+        head_tiles=2,
+        heads=heads,
+        dt_rows=2 * SLAB * heads,
+        scales=2 * step.head_dim,
+    )  # fmt: skip
+    size = share["bytes_of_share"]
     warps = max(1, min(MOST_WARPS, (on.shared_bytes - LIST_BYTES) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    return Schedule(
-        key, blocks, 32 * warps, LIST_BYTES + warps * size,
-        {"heads_of_item": heads, "items_of_group": items, "bytes_of_warp": size},
-    )  # fmt: skip
-
-
-def _bytes_of_warp(key: CheckpointingSsuKey, step: Step, heads: int) -> int:
-    """What `Worker` of cuda/checkpointing_ssu.cu lays out."""
-    row = key.dstate * itemsize(key.state_dtype)
-    state = STAGES * (2 if row <= 256 else 1) * SLAB * row
-    group, head, outputs = _tiles(key, step, step.max_window)
-    words = _product_words(step) + heads * (2 * SLAB + _weight_words(step))
-    scales = 2 * 4 * step.head_dim if key.state_dtype in SCALED_DTYPES else 0
-    return _round_up(state + group + 2 * head + outputs + 4 * words + scales, 128)
+    share |= {"heads_of_item": heads, "items_of_group": items}
+    return Schedule(key, blocks, 32 * warps, LIST_BYTES + warps * size, share)
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
-    group, head, outputs = _tiles(key, step, step.ring_buffer_len)
-    words = _product_words(step) + _round_up(step.ring_buffer_len + step.tokens, 4)
-    fixed = group + head + outputs + 4 * (words + _weight_words(step))
-    of_slab = SLAB * (key.dstate * itemsize(key.state_dtype) + 4)  # with its scales
     heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
     slabs = all_slabs
     most = 6 if key.dstate > 128 else 8  # kMostSlabs
+
+    def share_of(slabs: int) -> dict[str, int]:
+        return _share(
+            key, step, step.ring_buffer_len,
+            state_bytes=slabs * SLAB * key.dstate * itemsize(key.state_dtype),
+            head_tiles=1,
+            heads=1,
+            dt_rows=step.ring_buffer_len + step.tokens,
+            scales=slabs * SLAB,
+        )  # fmt: skip
+
     while slabs > 1 and (
         slabs > most
         or 2 * heads * -(-all_slabs // slabs) <= on.count
-        or fixed + slabs * of_slab > on.shared_bytes
+        or share_of(slabs)["bytes_of_share"] > on.shared_bytes
     ):
         slabs = -(-slabs // 2)
-    parts = -(-all_slabs // slabs)
-    size = _round_up(fixed + slabs * of_slab, 128)
-    return Schedule(key, heads * parts, 32 * (slabs + 2), size, {"parts": parts})
+    share, parts = share_of(slabs), -(-all_slabs // slabs)
+    size = share["bytes_of_share"]
+    return Schedule(key, heads * parts, 32 * (slabs + 2), size, share | {"parts": parts})
 
 
-def _tiles(key: CheckpointingSsuKey, step: Step, old_rows: int) -> tuple[int, int, int]:
-    """Bytes of C and B of a group, of x and z of a head, and of its outputs."""
+def _share(
+    key: CheckpointingSsuKey,
+    step: Step,
+    old_rows: int,
+    *,
+    state_bytes: int,
+    head_tiles: int,
+    heads: int,
+    dt_rows: int,
+    scales: int,
+) -> dict[str, int]:
+    """Where the parts of a share of shared memory lie, as fields of the record.
+
+    They are slabs of state; C and B of a group; x and z of a head, `head_tiles` times; its outputs;
+    products of C and B of new and old rows; scales of C; dt; weights of `heads` heads (a
+    `WeightShape` each); decode scales of the state; cursors.
+    """
     size = itemsize(key.activation_dtype)
-    pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16
-    group = step.tokens * pitch + max((old_rows + step.tokens) * pitch, key.dstate * 32)
-    head = (old_rows + (2 if step.gated else 1) * step.tokens) * x_pitch
-    return group, head, step.tokens * (2 * x_pitch - 16)
-
-
-def _product_words(step: Step) -> int:
-    return 2 * step.tokens * SLAB + _round_up(step.tokens, 4)
-
-
-def _weight_words(step: Step) -> int:
-    return _round_up(17 * step.tokens, 4) + SLAB * step.tokens + SLAB + 4
+    pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16  # `TileShape`
+    tokens = step.tokens
+    weights = _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
+    parts = {
+        "": state_bytes,
+        "at_group": tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32),
+        "at_head": head_tiles * (old_rows + (2 if step.gated else 1) * tokens) * x_pitch,
+        "at_outputs": tokens * (2 * x_pitch - 16),
+        "at_products": 4 * 2 * SLAB * tokens,
+        "at_scales_of_C": 4 * tokens,
+        "at_dt": 4 * dt_rows,
+        "at_weights": 4 * heads * weights,
+        "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
+        "at_cursors": 8,
+    }
+    share, end = {}, 0
+    for name, length in parts.items():
+        share[name] = end
+        end += _round_up(length, 16)
+    del share[""]
+    return share | {"bytes_of_share": _round_up(end, 128)}
 
 
 def _round_up(size: int, unit: int) -> int:
