@@ -101,8 +101,7 @@ struct Worker {
   // ---- what it asks for -------------------------------------------------------------------------
 
   // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
-  template <bool kAfterFlush>
-  __device__ __forceinline__ void take_item(int parity) {
+  __device__ __forceinline__ void take_item(int parity, bool after_flush) {
     const unsigned of_group = params.items_of_group, in_group = params.heads_per_group;
     const unsigned of_request = of_group * (params.nheads / in_group);
     const unsigned index = take(list.taken) * gridDim.x + blockIdx.x, n = index / of_request;
@@ -114,8 +113,8 @@ struct Worker {
     const Request of_item = request(next);
     next.state =
         reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;
-    group_late = kAfterFlush;  // the fold still needs its own
-    if (!kAfterFlush) ask_for_group(of_item);
+    group_late = after_flush;  // the fold still needs its own
+    if (!after_flush) ask_for_group(of_item);
     ask_for_head(of_item, next.head, parity);
   }
 
@@ -159,7 +158,6 @@ struct Worker {
 
   // Refills the stage that was just read: with a later one of this head, or one of the next head.
   // `item` has more heads to come if `left` is not 0.
-  template <bool kFlush>
   __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
                                          int& place, int parity) {
     __syncwarp();  // all lanes have read it
@@ -172,7 +170,7 @@ struct Worker {
         if (left > 0) {
           ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
         } else {
-          take_item<kFlush>(parity ^ 1);
+          take_item(parity ^ 1, of_item.window.flush);
         }
       }
       if (left > 0) {
@@ -193,7 +191,7 @@ struct Worker {
   // ---- what it computes -------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    take_item<false>(0);
+    take_item(0, false);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
       if (next.heads > 0) ask_for_stage(next.state, s, s);
@@ -210,22 +208,18 @@ struct Worker {
         group_late = false;
       }
       next_stage();
-      if (of_item.window.flush) {
-        work<true>(item, of_item, place, parity);
-      } else {
-        work<false>(item, of_item, place, parity);
-      }
+      work(item, of_item, place, parity);
     }
     ptx::cp_async_wait<0>();
   }
 
-  template <bool kFlush>
   __device__ __forceinline__ void work(Item item, const Request& of_item, int& place, int& parity) {
     const Window& window = of_item.window;
-    prepare<kFlush>(item, window);
+    prepare(item, window);
+    Readers<State, Act, kDstate, kTokenTiles> readers;
+    readers.load(group(), window, lane);
     for (int i = 0; i < item.heads; ++i) {
-      const int left = item.heads - 1 - i;
-      do_head<kFlush>(item, of_item, i, left, place, parity);
+      do_head(item, of_item, i, readers, place, parity);
       __syncwarp();
       for (int t = spread_x.row; t < window.q; t += spread_x.rows) {
         const int64_t index = out_of_token(params, of_item, item.head, t) + 8 * spread_x.piece;
@@ -241,15 +235,14 @@ struct Worker {
   }
 
   // The weights of all heads: half a warp does one, or a whole one if it flushes.
-  template <bool kFlush>
   __device__ __forceinline__ void prepare(const Item& item, const Window& window) const {
     float* products = floats(params.at_products);
     float* scales_of_C = floats(params.at_scales_of_C);
-    new_dt.put(dt(0) + (kFlush ? kRows : window.live), params, window.q, item.heads, constant,
-               lane);
+    const int first_token = window.flush ? kRows : window.live;
+    new_dt.put(dt(0) + first_token, params, window.q, item.heads, constant, lane);
     put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
                                             [&](int j) { return in_order().row(window, j); });
-    if (kFlush) {
+    if (window.flush) {
       put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
                                               lane,
                                               [&](int j) { return in_order().old_row(window, j); });
@@ -262,90 +255,75 @@ struct Worker {
       }
       if (lane.index == 0) scales_of_C[t] = scale;
     }
-    if (kFlush) prepare_B<State>(group(), in_order(), window, lane);
+    if (window.flush) prepare_B<State>(group(), in_order(), window, lane);
     __syncwarp();
-    constexpr int kRowsOfHead = kFlush ? 2 * kRows : kRows;
-    const int row = lane.index & (kRowsOfHead - 1), token = row - (kFlush ? kRows : window.live);
+    const int rows_of_head = window.flush ? 2 * kRows : kRows;
+    const int row = lane.index & (rows_of_head - 1), token = row - first_token;
     const bool live = row < window.live || (token >= 0 && token < window.q);
-    for (int first = 0; first < item.heads; first += 32 / kRowsOfHead) {
-      const int i = min(first + lane.index / kRowsOfHead, item.heads - 1);
+    for (int first = 0; first < item.heads; first += window.flush ? 1 : 2) {
+      const int i = min(window.flush ? first : first + lane.index / kRows, item.heads - 1);
       const float A = __shfl_sync(kAllLanes, constant, i);
       const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
-      const Decays decays(live ? dt(i)[row] : 0.0f, A, kRowsOfHead);
-      float* of_head = weights(i);
-      put_weights(of_head, weight_shape, products, scales_of_C, decays, window, kFlush, D, true);
-      if (kFlush) put_fold_weights(of_head + weight_shape.fold(), decays);
+      const Decays decays(live ? dt(i)[row] : 0.0f, A, rows_of_head);
+      put_weights(weights(i), weight_shape, products, scales_of_C, decays, window, D, true);
+      if (window.flush) put_fold_weights(weights(i) + weight_shape.fold(), decays);
     }
     __syncwarp();
   }
 
-  template <class RowOf>
-  __device__ __forceinline__ ptx::smem_t rows_of_x(int parity, RowOf row_of) const {
-    return transposed_x(head_tile(parity), shape.x_pitch, lane, row_of);
-  }
-
-  template <bool kFlush>
-  __device__ __forceinline__ void do_head(const Item& item, const Request& of_item, int i, int left,
+  // Head i of an item. What a fold takes is loaded for it and not kept.
+  __device__ __forceinline__ void do_head(const Item& item, const Request& of_item, int i,
+                                          Readers<State, Act, kDstate, kTokenTiles>& readers,
                                           int& place, int parity) {
     const Window& window = of_item.window;
-    const float* from = weights(i);
-    const Weights<kTokenTiles> of_head(from, weight_shape, window, kFlush, lane);
-    Readers<State, Act, kDstate, kTokenTiles> readers;
-    if (!kFlush) readers.load(group(), window, lane);
-    const ptx::smem_t x = rows_of_x(parity, [&](int j) { return in_order().row(window, j); });
-    const ptx::smem_t old_x =
-        rows_of_x(parity, [&](int j) { return in_order().old_row(window, j); });
-    const unsigned char* z = head_tile(parity) + (shape.old_rows + shape.tokens) * shape.x_pitch;
-    const float* scales_of_head = scales(parity);
+    const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
     for (int s = 0; s < stages(); ++s) {
       if (s > 0) next_stage();
       const int first = s * kStageSlabs * kRows;
-      if (kFlush) {
-        const FoldWeights fold_weights(from + weight_shape.fold(), lane);
+      if (window.flush) {
 #pragma unroll 1
         for (int k = 0; k < kStageSlabs; ++k) {
           const int first_row = first + k * kRows;
           if (k > 0 && first_row >= params.head_dim) break;
-          fold(item, of_item, slab(place, k), fold_weights, old_x, scales_of_head, first_row);
+          fold(item, of_item, slab(place, k), weights(i), tile, parity, first_row);
         }
+        readers.load(group(), window, lane);  // a fold needs their registers
       }
-      if (kFlush) readers.load(group(), window, lane);  // a fold needs their registers
       float acc[kStageSlabs][kTokenTiles][4] = {};
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
-      refill<kFlush>(item, of_item, left, s, place, parity);
+      refill(item, of_item, item.heads - 1 - i, s, place, parity);
+      const Weights<kTokenTiles> of_head(weights(i), weight_shape, window, lane);
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) {
         const int first_row = first + k * kRows;
         if (k > 0 && first_row >= params.head_dim) break;
-        if constexpr (convert::kScaled<State>) scale_rows(acc[k], scales_of_head + first_row, lane);
-        finish_slab<Act>(acc[k], of_head, kFlush, x, old_x, shape.gated ? z : nullptr,
-                         shape.x_pitch, first_row, floats(params.at_outputs), shape.y_pitch() / 4,
-                         window, lane);
+        if constexpr (convert::kScaled<State>) {
+          scale_rows(acc[k], scales(parity) + first_row, lane);
+        }
+        finish_slab(acc[k], of_head, weights(i) + weight_shape.old_rows(), tile, in_order(),
+                    first_row, floats(params.at_outputs), window, lane);
       }
     }
   }
 
   __device__ __forceinline__ void fold(const Item& item, const Request& of_item, const Slab& slab,
-                                       const FoldWeights& fold_weights, ptx::smem_t old_x,
-                                       const float* scales_of_head, int first_row) const {
+                                       const float* of_head, const HeadTile<Act, kDstate>& tile,
+                                       int parity, int first_row) const {
+    const FoldWeights fold_weights(of_head + weight_shape.fold(), lane);
     uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, old_x + 2 * first_row);
+    ptx::ldmatrix_x4_trans(rows, tile.old_x(in_order(), of_item.window, lane) + 2 * first_row);
+    const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
     const int row = first_row + lane.g;
-    State* to = state_of(of_item, item.head) + row * kDstate +
+    State* to = state_of(of_item, ptx::opaque(item.head)) + row * kDstate +
                 lane.t * static_cast<int>(16 / sizeof(State));
     Target<State, kDstate> target{params, to, nullptr};
-    float scale[2] = {1.0f, 1.0f};
     if constexpr (convert::kScaled<State>) {
+      const float* decode = scales(parity) + row;
       target.scale = scale_of(of_item, item.head) + row;
-      scale[0] = scales_of_head[row], scale[1] = scales_of_head[row + 8];
-    }
-    if constexpr (convert::kScaled<State>) {
-      fold_scaled_slab<State, Act, kDstate>(
-          target, slab, group().B(), prepare_fold<State, Act>(fold_weights, rows), scale, lane);
+      fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
     } else {
-      fold_slab<State, Act, kDstate>(target, slab, group().B(),
-                                     prepare_fold<State, Act>(fold_weights, rows), scale, lane);
+      fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
     }
   }
 };

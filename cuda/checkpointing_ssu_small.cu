@@ -47,7 +47,9 @@ struct Head {
   __device__ __forceinline__ int* cursors() const {  // ring_start, prev_num_accepted_tokens
     return reinterpret_cast<int*>(memory + params.at_cursors);
   }
-  __device__ __forceinline__ unsigned char* x() const { return memory + params.at_head; }
+  __device__ __forceinline__ HeadTile<Act, kDstate> head_rows() const {
+    return {memory + params.at_head, shape};
+  }
   __device__ __forceinline__ Slab slab() const { return {memory + warp * Slab::kBytes}; }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
     return {memory + params.at_group, shape};
@@ -86,8 +88,7 @@ struct Head {
     }
     const int rows = params.ring_buffer_len;
     if (warp < slabs) {
-      const HeadTile<Act, kDstate> tile = {x(), shape};
-      tile.copy_ring(params, request, head, 0, rows, spread_x());
+      head_rows().copy_ring(params, request, head, 0, rows, spread_x());
       return;
     }
     group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread_B());
@@ -106,8 +107,7 @@ struct Head {
   // Starts the copies of the new tokens.
   __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
     if (warp < slabs) {
-      const HeadTile<Act, kDstate> tile = {x(), shape};
-      tile.copy_tokens(params, request, head, spread_x());
+      head_rows().copy_tokens(params, request, head, spread_x());
     } else {
       group().copy_tokens(params, request, head / params.heads_per_group, spread_B());
     }
@@ -148,30 +148,24 @@ struct Head {
   __device__ __forceinline__ void prepare_weights(const Window& window, const Decays& decays,
                                                   float constant) const {
     const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
-    put_weights(weights(), weight_shape, products(), scales_of_C(), decays, window, window.flush, D,
+    put_weights(weights(), weight_shape, products(), scales_of_C(), decays, window, D,
                 window.flush || lane.index < kRows);
     if (window.flush) put_fold_weights(weights() + weight_shape.fold(), decays);
   }
 
   __device__ __forceinline__ void fold(const Request& request, const RowMap& map) const {
-    const Window& window = request.window;
     const FoldWeights fold_weights(weights() + weight_shape.fold(), lane);
     uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, transposed_x(x(), shape.x_pitch, lane, [&](int j) {
-                                   return map.old_row(window, j);
-                                 }) + 2 * row_of_warp());
+    ptx::ldmatrix_x4_trans(rows, head_rows().old_x(map, request.window, lane) + 2 * row_of_warp());
     const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
     State* to = state(request) + lane.g * kDstate + lane.t * static_cast<int>(16 / sizeof(State));
     Target<State, kDstate> target{params, to, nullptr};
-    float decode[2] = {1.0f, 1.0f};
     if constexpr (convert::kScaled<State>) {
       target.scale = scale(request) + lane.g;
-      decode[0] = scales()[lane.g], decode[1] = scales()[lane.g + 8];
-    }
-    if constexpr (convert::kScaled<State>) {
-      fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, decode, lane);
+      fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
+                                            lane);
     } else {
-      fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, decode, lane);
+      fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
     }
   }
 
@@ -186,14 +180,9 @@ struct Head {
   __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
-    const Weights<kTokenTiles> of_head(weights(), weight_shape, window, window.flush, lane);
-    const ptx::smem_t rows_x =
-        transposed_x(x(), shape.x_pitch, lane, [&](int j) { return map.row(window, j); });
-    const ptx::smem_t old_x =
-        transposed_x(x(), shape.x_pitch, lane, [&](int j) { return map.old_row(window, j); });
-    const unsigned char* z = x() + (shape.old_rows + shape.tokens) * shape.x_pitch;
-    finish_slab<Act>(acc, of_head, window.flush, rows_x, old_x, shape.gated ? z : nullptr,
-                     shape.x_pitch, row_of_warp(), outputs(), shape.y_pitch() / 4, window, lane);
+    const Weights<kTokenTiles> of_head(weights(), weight_shape, window, lane);
+    finish_slab(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
+                outputs(), window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
@@ -211,7 +200,8 @@ struct Head {
     const int end = ring_row(window.start, window.live, params.ring_buffer_len);
     for (int t = 0; t < window.q; ++t) {
       const int row = ring_row(end, t, params.ring_buffer_len);
-      const unsigned char* new_x = x() + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
+      const unsigned char* new_x =
+          head_rows().x + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
       Act* to = x_ring<Act>(params, request.slot, head) +
                 row_offset(row, params.x_cache_row_stride) + first_row;
       if (lane.index < pieces) {

@@ -73,18 +73,17 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   __syncwarp();
 }
 
-// Folds the old rows into one slab of state and stores it. `scale` decodes rows g and g + 8 as they
-// were, `B` is as `prepare_B` left it.
+// Folds the old rows into one slab of state and stores it. `B` is as `prepare_B` left it.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
                                           const SlabTile<State, kDstate>& slab,
                                           const unsigned char* B, const Fold<State>& fold,
-                                          const float (&scale)[2], const Lane& lane) {
+                                          const Lane& lane) {
   constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
   constexpr int kPieces = kDstate / (4 * kPiece);
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const auto pieces = slab.pieces(lane);
-  const float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
+  const float decay[2] = {fold.decay, fold.decay};
 #pragma unroll 1
   for (int J = 0; J < kPieces; ++J) {
     const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
@@ -103,17 +102,18 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
 }
 
 // The same for an 8-bit state: row g, and then row g + 8, so that few values wait for their scale.
+// `scales` decode row g and, 8 behind, row g + 8 as they were.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
                                                  const SlabTile<State, kDstate>& slab,
                                                  const unsigned char* B, Fold<State> fold,
-                                                 const float (&scale)[2], const Lane& lane) {
+                                                 const float* scales, const Lane& lane) {
   constexpr int kPieces = kDstate / 64;
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   auto pieces = slab.pieces(lane);
-  float decay[2] = {fold.decay * scale[0], fold.decay * scale[1]};
 #pragma unroll 1
   for (int h = 0; h < 2; ++h) {
+    const float decay = fold.decay * scales[8 * h];
     float2 folded[kDstate / 8];
 #pragma unroll
     for (int J = 0; J < kPieces; ++J) {
@@ -123,14 +123,13 @@ __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
         const uint4 b = operands[16 * (8 * J + q)];
         float2 stored[2];
         piece_pairs<State>(piece, q, stored);
-        folded[8 * J + q] = fold_pair<State, Act>(stored[0], b.x, b.y, decay[0], fold);
-        folded[8 * J + q + 1] = fold_pair<State, Act>(stored[1], b.z, b.w, decay[0], fold);
+        folded[8 * J + q] = fold_pair<State, Act>(stored[0], b.x, b.y, decay, fold);
+        folded[8 * J + q + 1] = fold_pair<State, Act>(stored[1], b.z, b.w, decay, fold);
       }
     }
     target.put_row(folded, h, lane);
     fold.swap_rows();
     pieces.swap_rows();
-    decay[0] = decay[1];
   }
 }
 

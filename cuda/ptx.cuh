@@ -81,6 +81,15 @@ __device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
+// The same if `there`, without a branch.
+__device__ __forceinline__ void cp_async16_if(bool there, smem_t dst, const void* src) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
+          dst),
+      "l"(src), "r"(static_cast<int>(there))
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async4(smem_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }

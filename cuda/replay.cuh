@@ -18,6 +18,10 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Lane {
   int index, g, t;
   __device__ Lane() : index(threadIdx.x & 31), g(index >> 2), t(index & 3) {}
+  // Which row and 16 bytes of x the lane gives to `ldmatrix_x4_trans`: matrices (p, j), (p + 8, j),
+  // (p, j + 8) and (p + 8, j + 8).
+  __device__ int transposed_row() const { return (index & 7) + (index & 16) / 2; }
+  __device__ int transposed_column() const { return (index & 8) * 2; }
 };
 
 // How a state type and dstate fall into pieces and chunks. A chunk is what a lane keeps in

@@ -130,6 +130,23 @@ struct Spread {
   }
 };
 
+// Starts the copies of `count` rows of a ring from ring row `first` on, four at once; `to` and
+// `ring` are the thread's place in row 0.
+template <class Act>
+__device__ __forceinline__ void copy_ring_rows(ptx::smem_t to, int pitch, const Act* ring,
+                                               int64_t stride, int first, int count, int ring_rows,
+                                               const Spread& spread) {
+  constexpr int kAtOnce = 4;
+  for (int j = spread.row; j < count; j += kAtOnce * spread.rows) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = j + i * spread.rows;
+      ptx::cp_async16_if(row < count, to + row * pitch,
+                         ring + row_offset(ring_row(first, row, ring_rows), stride));
+    }
+  }
+}
+
 // Sizes in bytes. Pitches keep the reads of a fragment apart in the banks: x is read eight rows at
 // once, 16 bytes each; B and C two rows at once, 64 bytes each.
 template <class Act, int kDstate>
@@ -151,6 +168,19 @@ struct TileShape {
   }
 };
 
+// Where row j of a step lies in its tiles.
+struct RowMap {
+  int first, ring_rows;
+  __device__ __forceinline__ int old_row(const Window& window, int j) const {
+    return ring_row(first, max(min(j, window.live - 1), 0), ring_rows);
+  }
+  // Of the rows read out: the old ones unless they are folded, then the new ones.
+  __device__ __forceinline__ int row(const Window& window, int j) const {
+    const int t = max(min(j, window.rows() - 1), 0) - window.old_rows();
+    return t < 0 ? ring_row(first, t + window.live, ring_rows) : ring_rows + t;
+  }
+};
+
 // x and z of a head.
 template <class Act, int kDstate>
 struct HeadTile {
@@ -162,12 +192,8 @@ struct HeadTile {
                                             const Request& request, int head, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
-    const ptx::smem_t to = ptx::to_smem(x) + 16 * spread.piece;
-    for (int j = spread.row; j < count; j += spread.rows) {
-      ptx::cp_async16(
-          to + j * shape.x_pitch,
-          ring + row_offset(ring_row(first, j, params.ring_buffer_len), params.x_cache_row_stride));
-    }
+    copy_ring_rows(ptx::to_smem(x) + 16 * spread.piece, shape.x_pitch, ring,
+                   params.x_cache_row_stride, first, count, params.ring_buffer_len, spread);
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
@@ -182,6 +208,22 @@ struct HeadTile {
     from = z_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
     copy_rows(to + shape.tokens * shape.x_pitch, from, params.z_token_stride, request.window.q,
               spread);
+  }
+
+  // Rows of x of a slab for `ldmatrix`, the slab's first column not counted: those read out with
+  // the new ones, and the old ones.
+  __device__ __forceinline__ ptx::smem_t new_x(const RowMap& map, const Window& window,
+                                               const Lane& lane) const {
+    return ptx::to_smem(x) + map.row(window, lane.transposed_row()) * shape.x_pitch +
+           lane.transposed_column();
+  }
+  __device__ __forceinline__ ptx::smem_t old_x(const RowMap& map, const Window& window,
+                                               const Lane& lane) const {
+    return ptx::to_smem(x) + map.old_row(window, lane.transposed_row()) * shape.x_pitch +
+           lane.transposed_column();
+  }
+  __device__ __forceinline__ const unsigned char* z() const {  // of token 0, or null
+    return shape.gated ? x + (shape.old_rows + shape.tokens) * shape.x_pitch : nullptr;
   }
 
   __device__ __forceinline__ void copy_rows(ptx::smem_t to, const Act* from, int64_t stride, int q,
@@ -205,11 +247,8 @@ struct GroupTile {
                                             const Request& request, int group, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
-    const ptx::smem_t to = ptx::to_smem(B()) + 16 * spread.piece;
-    for (int j = spread.row; j < count; j += spread.rows) {
-      ptx::cp_async16(to + j * kPitch, ring + row_offset(ring_row(first, j, params.ring_buffer_len),
-                                                         params.B_cache_row_stride));
-    }
+    copy_ring_rows(ptx::to_smem(B()) + 16 * spread.piece, kPitch, ring, params.B_cache_row_stride,
+                   first, count, params.ring_buffer_len, spread);
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
@@ -236,19 +275,6 @@ struct GroupTile {
   }
   __device__ __forceinline__ const Act* C_row(int t) const {
     return reinterpret_cast<const Act*>(C + t * kPitch);
-  }
-};
-
-// Where row j of a step lies in its tiles.
-struct RowMap {
-  int first, ring_rows;
-  __device__ __forceinline__ int old_row(const Window& window, int j) const {
-    return ring_row(first, max(min(j, window.live - 1), 0), ring_rows);
-  }
-  // Of the rows read out: the old ones unless they are folded, then the new ones.
-  __device__ __forceinline__ int row(const Window& window, int j) const {
-    const int t = max(min(j, window.rows() - 1), 0) - window.old_rows();
-    return t < 0 ? ring_row(first, t + window.live, ring_rows) : ring_rows + t;
   }
 };
 

@@ -124,14 +124,14 @@ struct WeightShape {
 // along.
 __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
                                             const float* products, const float* scale,
-                                            const Decays& decays, const Window& window, bool flush,
-                                            float D, bool write) {
+                                            const Decays& decays, const Window& window, float D,
+                                            bool write) {
   const int j = threadIdx.x & 15, half = threadIdx.x & 16;
-  const bool old = flush && half == 0;
+  const bool old = window.flush && half == 0;
   products += old ? kRows * shape.tokens : 0;
   for (int t = 0; t < window.q; ++t) {
     const int row = window.old_rows() + t;
-    const Sum at_token = shuffle(decays.sum, (flush ? kRows : half) + row);
+    const Sum at_token = shuffle(decays.sum, (window.flush ? kRows : half) + row);
     float weight = 0.0f;
     if (j <= (old ? window.live - 1 : row)) {
       const float span = difference(at_token, decays.sum);
@@ -177,33 +177,24 @@ struct RowWeights {
   }
 };
 
-// exp(c_t) of the tokens, which weighs the checkpoint.
+// What the checkpoint, by exp(c_t), and the rows give to the outputs of a head.
 template <int kTokenTiles>
-struct CheckpointWeights {
+struct Weights {
+  RowWeights<kTokenTiles> rows;
   float decay[kTokenTiles][2];
 
-  __device__ __forceinline__ CheckpointWeights(const float* from, const Window& window,
-                                               const Lane& lane) {
+  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
+                                     const Window& window, const Lane& lane)
+      : rows(from, window, lane) {
     const int last = max(window.q - 1, 0);
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) decay[tile][e] = from[min(8 * tile + 2 * lane.t + e, last)];
+      for (int e = 0; e < 2; ++e) {
+        decay[tile][e] = from[shape.decays() + min(8 * tile + 2 * lane.t + e, last)];
+      }
     }
   }
-};
-
-// What the checkpoint and the rows give to the outputs of a head; `from` as `put_weights` left it.
-template <int kTokenTiles>
-struct Weights {
-  CheckpointWeights<kTokenTiles> checkpoint;
-  RowWeights<kTokenTiles> rows, old_rows;  // the old ones apart in a flush, else not used
-
-  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
-                                     const Window& window, bool flush, const Lane& lane)
-      : checkpoint(from + shape.decays(), window, lane),
-        rows(from, window, lane),
-        old_rows(from + (flush ? shape.old_rows() : 0), window, lane) {}
 };
 
 // ---- read-out -----------------------------------------------------------------------------------
@@ -302,16 +293,7 @@ __device__ __forceinline__ void read_out_slab(
 
 // ---- outputs ------------------------------------------------------------------------------------
 
-// Where the lane's share of x^T lies for `ldmatrix`: matrices (p, j), (p + 8, j), (p, j + 8) and
-// (p + 8, j + 8) of the first slab. `row_of(j)` is row j's place in the tile.
-template <class RowOf>
-__device__ __forceinline__ ptx::smem_t transposed_x(const unsigned char* x, int pitch,
-                                                    const Lane& lane, RowOf row_of) {
-  const int j = (lane.index & 7) + (lane.index & 16) / 2;
-  return ptx::to_smem(x) + row_of(j) * pitch + (lane.index & 8) * 2;
-}
-
-// acc += (weights of the rows) x of a slab; `x` is as `transposed_x` gives it.
+// acc += (weights of the rows) x of a slab; `of_slab` is where its rows lie.
 template <class Act, int kTokenTiles>
 __device__ __forceinline__ void add_rows(float (&acc)[kTokenTiles][4],
                                          const RowWeights<kTokenTiles>& weights,
@@ -377,24 +359,27 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const f
 }
 
 // From the sums over the checkpoint to the outputs of a slab: decayed, the rows added, gated, and
-// handed on. `x` and `old_x` are as `transposed_x` gives them; `z`, or null, and `y` are their
-// rows 0.
-template <class Act, int kTokenTiles>
+// handed to `y`, whose row 0 it is. In a flush the old rows are apart, and so are their weights.
+template <class Act, int kDstate, int kTokenTiles>
 __device__ __forceinline__ void finish_slab(float (&acc)[kTokenTiles][4],
-                                            const Weights<kTokenTiles>& weights, bool flush,
-                                            ptx::smem_t x, ptx::smem_t old_x,
-                                            const unsigned char* z, int x_pitch, int first_row,
-                                            float* y, int y_pitch, const Window& window,
+                                            const Weights<kTokenTiles>& weights,
+                                            const float* old_weights,
+                                            const HeadTile<Act, kDstate>& rows, const RowMap& map,
+                                            int first_row, float* y, const Window& window,
                                             const Lane& lane) {
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.checkpoint.decay[tile][i & 1];
+    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.decay[tile][i & 1];
   }
-  if (flush) add_rows<Act>(acc, weights.old_rows, old_x + 2 * first_row);
-  add_rows<Act>(acc, weights.rows, x + 2 * first_row);
-  if (z != nullptr) gate<Act>(acc, z + 2 * first_row, x_pitch, window, lane);
-  put_outputs(acc, y + first_row, y_pitch, window, lane);
+  if (window.flush) {
+    add_rows<Act>(acc, RowWeights<kTokenTiles>(old_weights, window, lane),
+                  rows.old_x(map, window, lane) + 2 * first_row);
+  }
+  add_rows<Act>(acc, weights.rows, rows.new_x(map, window, lane) + 2 * first_row);
+  const unsigned char* z = rows.z();
+  if (z != nullptr) gate<Act>(acc, z + 2 * first_row, rows.shape.x_pitch, window, lane);
+  put_outputs(acc, y + first_row, rows.shape.y_pitch() / 4, window, lane);
 }
 
 // Rounds eight outputs that lie together and stores them.

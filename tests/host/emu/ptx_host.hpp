@@ -126,6 +126,9 @@ void cp_async(smem_t dst, const void* src) {
   emu::g_thread->open_copies.push_back(std::move(copy));
 }
 inline void cp_async16(smem_t dst, const void* src) { cp_async<16>(dst, src); }
+inline void cp_async16_if(bool there, smem_t dst, const void* src) {
+  if (there) cp_async16(dst, src);
+}
 inline void cp_async4(smem_t dst, const void* src) { cp_async<4>(dst, src); }
 inline void cp_async_commit() {
   emu::Thread& me = *emu::g_thread;
