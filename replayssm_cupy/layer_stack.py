@@ -53,7 +53,7 @@ from .keys import (
 )
 from .plan import launchers
 from .prefix_plan import check_block_size
-from .scratch import check_algorithm
+from .scratch import SCRATCH, check_algorithm
 from .snapshots import Snapshots
 
 
@@ -391,31 +391,28 @@ class LayerStack:
         on flush, returns out in the caller's framework. Cursors stay until :meth:`advance`.
         """
         key = (
-            (layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen)),
-            (dt_softplus, pad_output, enable_pdl, algorithm),
-            (D is None, z is None, dt_bias is None, slots is None, cu_seqlens is None),
-            (force_flush is None, cb_scaled is None, cumAdt_vec is None, cb_old is None),
-            (out is None, getattr(x, "shape", None)),
-        )
+            layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen),
+            dt_softplus, pad_output, enable_pdl, algorithm, D is None, z is None, dt_bias is None,
+            slots is None, cu_seqlens is None, force_flush is None, cb_scaled is None,
+            cumAdt_vec is None, cb_old is None, out is None,
+        )  # fmt: skip
+        given = (
+            x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush, cb_scaled, cumAdt_vec,
+            cb_old, out,
+        )  # fmt: skip
         if check is False and not everywhere():
-            given = (
-                x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush,
-                cb_scaled, cumAdt_vec, cb_old,
-            )  # fmt: skip
-            repeated = self._seen().repeat(key, given, out)
+            repeated = self._seen().repeat(key, given, x)
             if repeated is not None:
-                self._last_query_len = repeated[0].query_len
-                return repeated[1]
-        arrays = {
-            **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
-            **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
-            **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
-        }
+                call, out = repeated
+                self._last_query_len = call.query_len
+                return out
+        arrays = dict(zip(_STEP_ARRAYS, given, strict=False))
         views, options, q = self._step(
             layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
             algorithm,
         )  # fmt: skip
-        y = decode(views, out, options, Seen(self._calls, key, arrays, q))
+        seen = Seen(self._calls, key, x, arrays | {"out": out}, q)
+        y = decode(views, out, options, seen)
         self._last_query_len = q
         return y
 
@@ -543,20 +540,15 @@ class LayerStack:
             raise ValueError(
                 "query_lens: expected lengths (batch,) after a step of variable length, got None"
             )
+        length, each = (lengths, None) if isinstance(lengths, int) else (None, lengths)
         key = (
-            ("advance", pad_slot_id, type(pad_slot_id)),
-            (lengths, type(lengths)) if isinstance(lengths, int) else None,
-            (slots is None, reset is None, force_flush is None),
-            getattr(num_accepted, "shape", None),
-        )
-        arrays = {
-            **{"num_accepted": num_accepted, "slots": slots},
-            **{"reset": reset, "force_flush": force_flush},
-        }
-        if not isinstance(lengths, int):
-            arrays["query_lens"] = lengths
-        if self._seen().repeat(key, arrays.values()) is not None:
+            "advance", pad_slot_id, type(pad_slot_id), length, type(length), slots is None,
+            reset is None, force_flush is None,
+        )  # fmt: skip
+        given = (num_accepted, each, slots, reset, force_flush)
+        if self._seen().repeat(key, given, num_accepted) is not None:
             return
+        arrays = dict(zip(slot_ops.ADVANCE_ARRAYS, given, strict=True))
         own = {name: self._views[0][name] for name in ("ring_start", "prev_num_accepted_tokens")}
         slot_ops.advance_views(
             own | {"rand_seed": optional_view(self.rand_seed, "rand_seed")},
@@ -565,7 +557,7 @@ class LayerStack:
             self.max_window,
             self.ring_buffer_len,
             pad_slot_id,
-            Seen(self._calls, key, arrays),
+            Seen(self._calls, key, num_accepted, arrays),
         )
 
     def flush_slots(self, A: Sequence[Any], slots: Any = None, pad_slot_id: int = -1) -> None:
@@ -815,6 +807,9 @@ class LayerStack:
 
 
 _TOKENS = ("x", "dt", "A", "B", "C")  # what every step brings
+_STEP_ARRAYS = (
+    *_TOKENS, "D", "z", "dt_bias", "slots", "cu_seqlens", "force_flush", *SCRATCH
+)  # fmt: skip
 _PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
 
 
