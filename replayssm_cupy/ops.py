@@ -104,9 +104,13 @@ def checkpointing_ssu(
         dt, B, C, z and out. Empty sequences are left alone. A flush goes by the actual length.
     max_seqlen : with cu_seqlens: the longest sequence, 1 to 16. Tokens of a sequence beyond it are
         left out.
-    enable_pdl : launch the kernel so that it may start while the one ahead of it in the stream is
-        still running (programmatic dependent launch); it waits before it reads what that may have
-        written. Without effect before compute capability 9.0, and on the CPU path.
+    enable_pdl : launch the kernel so that its blocks may start while the kernel ahead of it in the
+        stream is still running (programmatic dependent launch). None of the arrays is read or
+        written early, weights, slots and cursors included: the kernel waits first until the one
+        ahead has ended, so the results are those of a plain launch whatever that one writes, and
+        when. The kernel behind may start early in turn if it was launched that way, and must wait
+        likewise (``griddepcontrol.wait``). Without effect before compute capability 9.0, and on
+        the CPU path.
     cb_scaled, cumAdt_vec, cb_old : FlashInfer's scratch, all three or none, from
         :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
         (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
