@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py decode [--dtypes float32,bfloat16,float16,int8,float8_e4m3fn]
         [--tokens 1,4] [--batches 1,2,4,8,16,32,64,128,256]
-        [--nheads 64] [--ngroups 8] [--head-dim 64] [--dstate 128] [--window 16]
+        [--shapes 64/8/64/128,64/64/64/128,128/1/128/256] [--window 16]
         [--acceptance geometric:0.7 | FILE.csv] [--cycle] [--pdl] [--algorithm auto]
         [--peer flashinfer] [--peer mamba_ssm] [--csv FILE] [--markdown FILE] [--plot FILE.png]
     python benchmarks/bench.py plot FILE.csv FILE.png
@@ -18,9 +18,10 @@ one; with ``--cycle`` the same graph is timed at W consecutive steps' cursors an
 counts the whole cycle of each row. The acceptance is a truncated geometric distribution, or a
 histogram (lines: accepted count, how often).
 
-"floor": the fewest bytes at the read rate of this run. "flush-first": a kernel without arithmetic
-that reads and writes as many bytes, those it writes first and with evict_last: what the memory
-allows once some rows flush. Per cent are floor over time.
+A shape is heads/groups/head_dim/dstate. "floor": the fewest bytes at the read rate of this run.
+"flush-first": a kernel without arithmetic that reads and writes as many bytes, those it writes
+first and with evict_last: what the memory allows once some rows flush. Per cent are either of them
+over the time of the replay.
 
 ``memory``: the GPU memory in use after a warm-up, after eager steps and after graph replays; exit
 status 1 unless it stays the same. ``host``: the host time of eager and bound calls, and the first
@@ -38,6 +39,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from itertools import product
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -51,7 +53,7 @@ def decode(args: argparse.Namespace) -> int:
     from steps import Settings, decode_row
     from timing import environment, read_ceiling
 
-    shape = Shape(args.nheads, args.ngroups, args.head_dim, args.dstate, args.window)
+    shapes = [Shape(*sizes, args.window) for sizes in args.shapes]
     acceptance = Acceptance(args.acceptance)
     peers = {}
     for name in args.peer:
@@ -60,23 +62,22 @@ def decode(args: argparse.Namespace) -> int:
         except ImportError as error:
             print(error)
     machine, ceiling = environment(), read_ceiling()
-    settings = Settings(shape, acceptance, args.cycle, args.pdl, args.algorithm, ceiling, peers)
     notes = [
-        f"{shape}, bfloat16 activations; {acceptance.text}"
+        *map(str, shapes),
+        f"bfloat16 activations; {acceptance.text}"
         f"{', whole cycle' if args.cycle else ''}{', PDL' if args.pdl else ''}, {args.algorithm}",
         f"read ceiling {ceiling / 1e6:.2f} TB/s",
     ]
     print(", ".join(f"{name} {value}" for name, value in machine.items()), *notes, "", sep="\n")
     rows: list[dict[str, object]] = []
-    for dtype in args.dtypes:
-        for tokens in args.tokens:
-            for batch in args.batches:
-                row = decode_row(settings, dtype, tokens, batch)
-                heads = report.columns([row])
-                if not rows:
-                    print(report.header(heads))
-                print(report.line(row, heads), flush=True)
-                rows.append({**row, "read_tb_s": round(ceiling / 1e6, 3), **machine})
+    for shape, dtype, tokens, batch in product(shapes, args.dtypes, args.tokens, args.batches):
+        settings = Settings(shape, acceptance, args.cycle, args.pdl, args.algorithm, ceiling, peers)
+        row = decode_row(settings, dtype, tokens, batch)
+        heads = report.columns([row])
+        if not rows:
+            print(report.header(heads))
+        print(report.line(row, heads), flush=True)
+        rows.append({**row, "read_tb_s": round(ceiling / 1e6, 3), **machine})
     if args.csv:
         report.write_csv(args.csv, rows)
     if args.markdown:
@@ -112,6 +113,13 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def shapes(text: str) -> list[list[int]]:
+    found = [[int(size) for size in word.split("/")] for word in text.split(",")]
+    if any(len(sizes) != 4 or min(sizes) < 1 for sizes in found):
+        raise ValueError(text)
+    return found
+
+
 def dtypes(text: str) -> list[str]:
     unknown = [word for word in text.split(",") if word not in STATE_BYTES]
     if unknown:
@@ -128,8 +136,8 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--dtypes", type=dtypes, default="float32,bfloat16")
     table.add_argument("--tokens", type=numbers, default="1,4")
     table.add_argument("--batches", type=numbers, default="1,2,4,8,16,32,64,128,256")
-    for name, value in vars(Shape()).items():
-        table.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    table.add_argument("--shapes", type=shapes, default=Shape().short)
+    table.add_argument("--window", type=int, default=Shape().window)
     table.add_argument("--acceptance", default="geometric:0.7", help="or a CSV file")
     table.add_argument("--cycle", action="store_true", help="average over W consecutive steps")
     table.add_argument("--pdl", action="store_true", help="programmatic dependent launches")

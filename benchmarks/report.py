@@ -15,6 +15,7 @@ Row = Mapping[str, Any]
 def columns(rows: Sequence[Row]) -> dict[str, str]:
     """Headings and the fields under them; peers are the fields that end in `_us` and are new."""
     own = {
+        "shape": "shape",
         "state": "state",
         "T": "tokens",
         "batch": "batch",
@@ -23,6 +24,7 @@ def columns(rows: Sequence[Row]) -> dict[str, str]:
         "floor us": "floor_us",
         "flush-first us": "flush_first_us",
         "floor / replay": "percent",
+        "flush-first / replay": "flush_first_percent",
     }
     peers = [name for name in rows[0] if name.endswith("_us") and name not in own.values()]
     return own | {f"{name.removesuffix('_us')} us": name for name in peers}
@@ -39,7 +41,7 @@ def line(row: Row, heads: Mapping[str, str]) -> str:
 def _cell(value: Any, field: str) -> str:
     if value in (None, ""):
         return "-"
-    if field == "percent":
+    if field.endswith("percent"):
         return f"{float(value):.0f} %"
     return f"{float(value):.1f}" if field.endswith("_us") else str(value)
 
@@ -62,7 +64,7 @@ def read_csv(path: str) -> list[Row]:
     """The rows of a file of :func:`write_csv`; ValueError if it is none."""
     with open(path, newline="") as file:
         rows: list[Row] = list(csv.DictReader(file))
-    needed = {"state", "tokens", "batch", "percent"}
+    needed = {"shape", "state", "tokens", "batch", "percent"}
     if not rows or not needed <= rows[0].keys():
         got = ", ".join(rows[0]) if rows else "no rows"
         raise ValueError(f"{path}: expected columns {', '.join(sorted(needed))}, got {got}")
@@ -70,16 +72,21 @@ def read_csv(path: str) -> list[Row]:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(batch, per cent of the floor) by state format and T, in the order of the batches."""
+    """(batch, per cent of the floor) by shape, state format and T, in the order of the batches.
+
+    A shape that all rows have is not named.
+    """
+    several = len({row["shape"] for row in rows}) > 1
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         name = f"{row['state']}, T = {row['tokens']}"
+        name = f"{row['shape']}, {name}" if several else name
         found[name].append((int(row["batch"]), float(row["percent"])))
     return {name: sorted(points) for name, points in found.items()}
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Per cent of the floor over the batch, a line per state format and T, as an image file.
+    """Per cent of the floor over the batch, a line per shape, state format and T, as an image file.
 
     Raises ImportError in one line without matplotlib.
     """

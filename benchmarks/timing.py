@@ -11,6 +11,7 @@ import numpy as np
 from workload import Traffic
 
 REPEATS = 21
+BLOCKS = 8  # of 128 threads on a multiprocessor, all resident
 
 CEILINGS = r"""
 extern "C" __global__ void read_all(const uint4* p, long long n, unsigned* sink) {
@@ -26,9 +27,10 @@ extern "C" __global__ void read_all(const uint4* p, long long n, unsigned* sink)
   if (sum == 0x9e3779b9u) *sink = sum;
 }
 
-// Reads n vectors and writes the first `written` of them back, which every grid does first and the
-// L2 is asked to keep.
-extern "C" __global__ void flush_first(uint4* p, long long n, long long written, unsigned* sink) {
+// Reads n vectors and writes the first `written` of them back, which the L2 is asked to keep. All
+// blocks of the grid are resident, so that they do so first.
+extern "C" __global__ void __launch_bounds__(128, 8)
+    flush_first(uint4* p, long long n, long long written, unsigned* sink) {
   unsigned sum = 0;
   unsigned long long keep;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
@@ -133,7 +135,7 @@ def read_ceiling() -> float:
     import cupy
 
     data, sink = cupy.zeros(2 << 30, np.uint8), cupy.zeros(1, np.uint32)
-    kernel, blocks = _kernel("read_all"), 8 * _multiprocessors()
+    kernel, blocks = _kernel("read_all"), BLOCKS * _multiprocessors()
     arguments = (data, np.int64(data.size // 16), sink)
     return data.size / Replay([lambda: kernel((blocks,), (128,), arguments)] * 2).time()
 
@@ -146,7 +148,7 @@ def flush_first_time(bytes_: Traffic, layers: int) -> float:
     vectors = max(vectors, written)
     data, sink = cupy.zeros((layers, vectors, 4), np.uint32), cupy.zeros(1, np.uint32)
     kernel = _kernel("flush_first")
-    blocks = min(16 * _multiprocessors(), -(-vectors // (128 * 8)))
+    blocks = min(BLOCKS * _multiprocessors(), -(-vectors // (128 * 8)))
 
     def launch(layer: int) -> Callable[[], Any]:
         arguments = (data[layer], np.int64(vectors), np.int64(written), sink)

@@ -33,6 +33,10 @@ class Shape:
             f"W = {self.window}"
         )
 
+    @property
+    def short(self) -> str:
+        return f"{self.nheads}/{self.ngroups}/{self.head_dim}/{self.dstate}"
+
     def state_bytes(self, dtype: str) -> int:
         """Of one sequence's states, scales included."""
         row = self.dstate * STATE_BYTES[dtype] + (4 if dtype in SCALED else 0)

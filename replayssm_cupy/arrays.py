@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -159,25 +160,24 @@ def empty_like_framework(like: View, shape: tuple[int, ...], dtype: str, device:
     to `to_framework`; likewise for arrays that are only known by DLPack. Raises ReplaySSMError if
     CuPy is needed and missing.
     """
-    return allocator(like, shape, dtype, device)()
-
-
-def allocator(like: View, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
-    """:func:`empty_like_framework` as a function that makes such an array at every call."""
     if like.framework == "torch":
         torch: Any = sys.modules["torch"]
-        where = torch.device(str(device))
-        return partial(torch.empty, shape, dtype=getattr(torch, dtype), device=where)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=str(device))
     if device.kind == "cpu":
-        return partial(np.empty, shape, _DTYPES[dtype])
+        return np.empty(shape, _DTYPES[dtype])
+    with device_guard(device):
+        if dtype == "float8_e4m3fn":  # CuPy makes no such array, but views one
+            return _cupy().empty(shape, np.uint8).view(_DTYPES[dtype])
+        return _cupy().empty(shape, _DTYPES[dtype])
 
-    def on_device() -> Any:
-        with device_guard(device):
-            if dtype == "float8_e4m3fn":  # CuPy makes no such array, but views one
-                return _cupy().empty(shape, np.uint8).view(_DTYPES[dtype])
-            return _cupy().empty(shape, _DTYPES[dtype])
 
-    return on_device
+def allocator_like(like: View) -> Callable[[Any], Any]:
+    """A function of an array of the kind of `like` that makes another, uninitialised, row-major."""
+    if like.framework == "torch":
+        torch: Any = sys.modules["torch"]
+        return partial(torch.empty_like, memory_format=torch.contiguous_format)
+    known = like._replace(owner=None)
+    return lambda array: empty_like_framework(known, known.shape, known.dtype, known.device)
 
 
 def from_numpy(array: np.ndarray[Any, Any], like: View) -> Any:
@@ -303,16 +303,16 @@ def _torch_kind(tensor: Any) -> object:
 
 def _strided_kinds(arrays: Sequence[Any]) -> Kinds:
     if isinstance(arrays[0], np.ndarray):
-        return Kinds(_Matcher(_numpy_kind, arrays), lambda array: int(array.ctypes.data))
-    return Kinds(_Matcher(_cupy_kind, arrays), lambda array: int(array.data.ptr))
+        return Kinds(_Matcher(_numpy_kind, arrays), attrgetter("ctypes.data"))
+    dense = all(getattr(array, "_c_contiguous", False) for array in arrays)
+    kind = _dense_cupy_kind if dense else _cupy_kind
+    return Kinds(_Matcher(kind, arrays), attrgetter("data.ptr"))
 
 
-def _numpy_kind(array: np.ndarray[Any, Any]) -> object:
-    return type(array), array.dtype, array.shape, array.strides, array.flags.writeable
-
-
-def _cupy_kind(array: Any) -> object:
-    return type(array), array.dtype, array.shape, array.strides, array.data.device_id
+_numpy_kind = attrgetter("__class__", "dtype", "shape", "strides", "flags.writeable")
+_cupy_kind = attrgetter("__class__", "dtype", "shape", "strides", "data.device_id")
+# CuPy makes a tuple of the strides whenever it is asked for them, but has the flag at hand.
+_dense_cupy_kind = attrgetter("_c_contiguous", "dtype", "shape", "data.device_id")
 
 
 class _Matcher:
@@ -322,11 +322,11 @@ class _Matcher:
 
     def __init__(self, kind: Callable[[Any], object], arrays: Sequence[Any]) -> None:
         self._kind = kind
-        self._expected = [kind(array) for array in arrays]
+        self._expected = [*map(kind, arrays)]
 
     def __call__(self, *arrays: Any) -> bool:
         try:
-            return [self._kind(array) for array in arrays] == self._expected
+            return [*map(self._kind, arrays)] == self._expected
         # Of another framework, or without strided memory; NumPy has no buffer of bfloat16 to show.
         except (AttributeError, RuntimeError, ValueError):
             return False

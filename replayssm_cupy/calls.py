@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import Kinds, View, allocator, itemsize, kinds_of, stream_reader
+from .arrays import Kinds, View, allocator_like, itemsize, kinds_of, stream_reader
 from .checked import everywhere
 from .checks import ALIGNMENT
 from .plan import Plan, launchers
@@ -20,35 +20,86 @@ MOST_CALLS = 4096  # kept of one stack or function
 MOST_KINDS = 4  # of arrays that are remembered of one call
 
 
+class Packing:
+    """Where pointers go in the record of a plan, and how they must be aligned.
+
+    Parameters
+    ----------
+    plan : whose record points to all arrays of its call.
+    views : of the arrays that the pointers are of, in their order, by the record's names.
+    vectors : names of those that must be aligned to 16 bytes; the others to their elements.
+    """
+
+    __slots__ = ("_mask", "_pack", "_runs")
+
+    def __init__(self, plan: Plan, views: dict[str, View], vectors: Iterable[str]) -> None:
+        # Null pointers between them in the record are packed as well, so there is mostly one run.
+        text, size, end = "<", 0, -1
+        runs: list[list[int]] = []  # offset in the record, offset in the pack, bytes
+        for name in views:
+            field = getattr(type(plan.record), name, None)
+            if field is None:  # checked, but of no use to the kernel
+                end = -1
+            else:
+                if 0 <= end <= field.offset and not any(plan.memory[end : field.offset]):
+                    gap = field.offset - end
+                    text, size = f"{text}{gap}x", size + gap
+                    runs[-1][2] += gap
+                else:
+                    runs.append([field.offset, size, 0])
+                runs[-1][2] += 8
+                end = field.offset + 8
+            text, size = text + "Q", size + 8
+        self._pack = struct.Struct(text).pack
+        self._runs = [(slice(a, a + n), slice(b, b + n)) for a, b, n in runs]
+        wide = set(vectors)
+        bytes_ = (
+            ALIGNMENT if name in wide else itemsize(view.dtype) for name, view in views.items()
+        )
+        self._mask = int.from_bytes(self._pack(*(n - 1 for n in bytes_)), "little")
+
+    def fill(self, plan: Plan, pointers: list[int]) -> bool:
+        """Writes the pointers to the plan's record, if they are right."""
+        packed = self._pack(*pointers)
+        # All pointers as one number: one test tells whether each is aligned.
+        if int.from_bytes(packed, "little") & self._mask or not all(pointers):
+            return False
+        for place, part in self._runs:
+            plan.memory[place] = packed[part]
+        plan.pointers = pointers
+        return True
+
+
 class PlanPool:
     """Copies of a plan, so that threads may launch it at the same time."""
 
-    __slots__ = ("_idle", "_plan", "kind", "stream")
+    __slots__ = ("_idle", "_kind", "_packing", "_plan", "_stream")
 
-    def __init__(self, plan: Plan, like: View) -> None:
+    def __init__(self, plan: Plan, like: View, packing: Packing | None = None) -> None:
         self._plan = plan.copy()
-        self._idle: list[Plan] = []
-        self.kind = plan.device.kind
-        self.stream = stream_reader(like)  # the caller's, who works with arrays such as `like`
+        self._idle: list[Plan] = []  # copies that nobody uses now
+        self._kind = plan.device.kind
+        self._stream = stream_reader(like)  # the caller's, who works with arrays such as `like`
+        self._packing = packing
 
-    def take(self) -> Plan:
-        """A copy that nobody else uses; hand it back when it is launched."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._plan.copy()
+    def launch(self, pointers: list[int] | None = None) -> bool:
+        """Launches the plan, on other arrays if there are `pointers`.
 
-    def give_back(self, plan: Plan) -> None:
-        self._idle.append(plan)
-
-    def launch(self) -> bool:
-        """Launches the plan as it is; False if its device has no launcher (any more)."""
-        launcher = launchers.get(self.kind)
+        False, and nothing is done, if these are not right or the device has no launcher (any more).
+        """
+        launcher = launchers.get(self._kind)
         if launcher is None:
             return False
-        plan = self.take()
-        launcher.launch(plan, self.stream())
-        self.give_back(plan)
+        try:
+            plan = self._idle.pop()
+        except IndexError:
+            plan = self._plan.copy()
+        if pointers != plan.pointers:
+            assert pointers is not None and self._packing is not None
+            if not self._packing.fill(plan, pointers):
+                return False
+        launcher.launch(plan, self._stream())
+        self._idle.append(plan)
         return True
 
 
@@ -57,108 +108,99 @@ class SeenCall:
 
     Parameters
     ----------
-    plan : of the call; pointers that are not among `names` stay as its record has them.
+    plan : of the call; its record points to all arrays of the call.
     views : of all arrays of the call.
-    names : of the arrays that may be others next time, as the record and `views` have them.
-    kinds : of these arrays.
-    vectors : names of arrays that must be aligned to 16 bytes; the others to their elements.
+    arrays : the caller's own, which may be others next time, by the names that the record and
+        `views` have for them. None stays None; an `out` that is None is allocated.
+    kinds : of these arrays, without those that are None.
+    vectors : as for :class:`Packing`.
     query_len : of the step, if all sequences have the same.
     """
 
-    __slots__ = ("_kinds", "_masks", "_pool", "_runs", "empty", "query_len")
+    __slots__ = ("_address", "_empty", "_match", "_pick", "_pool", "query_len")
 
     def __init__(
         self,
         plan: Plan,
         views: dict[str, View | None],
-        names: Sequence[str],
+        arrays: dict[str, Any],
         kinds: Kinds,
         vectors: Iterable[str],
         query_len: int | None,
     ) -> None:
         self.query_len = query_len
-        record = type(plan.record)
-        arrays = [view for name in names if (view := views[name]) is not None]
-        self._pool = PlanPool(plan, arrays[0])
-        self._kinds = kinds
-        wide = set(vectors)
-        self._masks = [
-            (ALIGNMENT if name in wide else itemsize(view.dtype)) - 1
-            for name, view in zip(names, arrays, strict=True)
-        ]
-        self._runs = _runs(
-            [(i, getattr(record, n).offset) for i, n in enumerate(names) if hasattr(record, n)]
-        )
-        out = views.get("out")
-        self.empty: Callable[[], Any] | None = (
-            None if out is None else allocator(out, out.shape, out.dtype, out.device)
-        )
+        self._match, self._address = kinds.match, kinds.address
+        self._pick = _picker([i for i, array in enumerate(arrays.values()) if array is not None])
+        self._empty: Callable[[Any], Any] | None = None
+        if "out" in arrays and arrays["out"] is None and (x := views["x"]) is not None:
+            self._empty = allocator_like(x)
+        given = {name: view for name in arrays if (view := views[name]) is not None}
+        self._pool = PlanPool(plan, next(iter(given.values())), Packing(plan, given, vectors))
 
-    def launch(self, arrays: Iterable[Any]) -> bool:
-        """Launches on these arrays, leaving out every None; False, and nothing done, if they are
-        not of the same kinds."""
-        given = [array for array in arrays if array is not None]
-        launcher = launchers.get(self._pool.kind)
-        if launcher is None or not self._kinds.match(*given):
-            return False
-        pointers = [*map(self._kinds.address, given)]
-        if not all(pointers) or any(map(operator.and_, pointers, self._masks)):
-            return False
-        plan = self._pool.take()
-        record: Any = plan.record
-        for pack, offset, first, last in self._runs:
-            pack(record, offset, *pointers[first:last])
-        launcher.launch(plan, self._pool.stream())
-        self._pool.give_back(plan)
-        return True
+    def launch(self, arrays: tuple[Any, ...], like: Any) -> tuple[SeenCall, Any] | None:
+        """Launches on these arrays: this call, and the last of `arrays`, which may be its `out`.
+
+        An `out` that is None is allocated like `like`. None, and nothing is done, if the arrays
+        are not of the same kinds.
+        """
+        given = self._pick(arrays)
+        if not self._match(*given):
+            return None
+        last = arrays[-1]
+        if self._empty is not None:
+            last = self._empty(like)
+            given = (*given, last)
+        return (self, last) if self._pool.launch([*map(self._address, given)]) else None
 
 
-def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[Callable[..., None], int, int, int]]:
-    """Pointers (index, offset) that follow one another in a record: how to pack them, where, and
-    which."""
-    runs = []
-    first = 0
-    for end in range(1, len(places) + 1):
-        index, offset = places[end - 1]
-        if end == len(places) or places[end] != (index + 1, offset + 8):
-            start, where = places[first]
-            pack = struct.Struct(f"{end - first}Q").pack_into
-            runs.append((pack, where, start, index + 1))
-            first = end
-    return runs
+def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks these elements of a tuple."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return operator.itemgetter(slice(indices[0], indices[0] + 1))
 
 
 class SeenCalls:
     """The calls of a function or a stack that were seen before.
 
-    A key tells apart what the kinds of the arrays do not: options, and which arrays are None.
+    A key tells apart what the kinds of the arrays do not: options, and which arrays are None. Of
+    a key the latest call is tried first; the others are found by the shape of one array.
     """
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_latest")
 
     def __init__(self) -> None:
+        self._latest: dict[object, SeenCall] = {}
         self._calls: dict[object, tuple[SeenCall, ...]] = {}
 
     def repeat(
-        self, key: object, arrays: Iterable[Any], out: Any = None
+        self, key: object, arrays: tuple[Any, ...], like: Any
     ) -> tuple[SeenCall, Any] | None:
-        """The call of `key` on these arrays, launched, and its `out`; None if it must be checked.
-
-        An `out` that is None is allocated, where the call has one.
+        """The call of `key` on these arrays, launched, and its `out`, which is the last of them;
+        None if it must be checked. `like` is x, or the array that has the batch.
         """
         try:
-            calls = self._calls.get(key, ())
+            call = self._latest.get(key)
         except TypeError:  # an argument that cannot be hashed, so none that is right
             return None
-        for call in calls:
-            y = call.empty() if out is None and call.empty is not None else out
-            if call.launch((*arrays, y)):
-                return call, y
-        return None
+        if call is None:
+            return None
+        repeated = call.launch(arrays, like)
+        if repeated is None:
+            shape = getattr(like, "shape", None)
+            others = self._calls.get((key, shape), ()) if isinstance(shape, tuple) else ()
+            for other in others:
+                if other is not call and (repeated := other.launch(arrays, like)) is not None:
+                    self._latest[key] = other
+                    break
+        return repeated
 
-    def add(self, key: object, call: SeenCall) -> None:
+    def add(self, key: object, like: Any, call: SeenCall) -> None:
         if len(self._calls) >= MOST_CALLS:
             self._calls.clear()
+            self._latest.clear()
+        self._latest[key] = call
+        key = key, like.shape
         self._calls[key] = (call, *self._calls.get(key, ()))[:MOST_KINDS]
 
 
@@ -167,16 +209,16 @@ class Seen(NamedTuple):
 
     calls: SeenCalls
     key: object
-    arrays: dict[str, Any]  # the caller's own
+    like: Any
+    arrays: dict[str, Any]  # the caller's own, in the order of the calls to come
     query_len: int | None = None
 
     def add(self, plan: Plan, views: dict[str, View | None], vectors: Iterable[str] = ()) -> None:
         """Remembers the call that passed its checks; the plan's record points to all `views`."""
-        given = {name: array for name, array in self.arrays.items() if array is not None}
-        kinds = kinds_of([*given.values()])
+        kinds = kinds_of([array for array in self.arrays.values() if array is not None])
         if kinds is not None and all(plan.grid):
-            call = SeenCall(plan, views, [*given], kinds, vectors, self.query_len)
-            self.calls.add(self.key, call)
+            call = SeenCall(plan, views, self.arrays, kinds, vectors, self.query_len)
+            self.calls.add(self.key, self.like, call)
 
 
 class BoundCall:

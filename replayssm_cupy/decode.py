@@ -55,7 +55,6 @@ def decode(views: Views, out: Any, options: Options, seen: Seen | None = None) -
                 check_step(plan, views, options)
             _launch(plan, views)
         if seen is not None and not options.check:
-            seen.arrays["out"] = out
             seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
     else:
         canonical, window = check_decode(views, options)

@@ -59,12 +59,12 @@ def plain_launch(
 
     `record` is the kernel's one parameter; its bytes are read at every call.
     """
-    launch: Any = cupy.cuda.driver.launchKernel
+    launch = functools.partial(cupy.cuda.driver.launchKernel, handle, *grid, *block, shared_bytes)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(record))
     address = ctypes.addressof(parameters)
 
     def call(stream: int, keep: object = (record, parameters)) -> None:
-        launch(handle, *grid, *block, shared_bytes, stream, address, 0)
+        launch(stream, address, 0)
 
     return call
 

@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import compiler, slot_files
+from . import slot_files
 from . import slots as slot_ops
 from .arrays import (
-    Device,
     View,
     device_guard,
-    dtype_name,
     empty_like_framework,
-    itemsize,
-    numpy_dtype,
     view,
 )
 from .calls import BoundCall, Seen, SeenCalls
 from .checked import check_mode, everywhere
 from .checks import (
-    Letters,
-    check_devices,
-    check_dtype,
-    check_inplace,
-    check_int,
     check_optional_int,
-    check_rounds,
-    check_scale,
-    check_value,
     index_range,
-    named_device,
     optional_view,
     pad_output_is_zero,
     untie,
 )
 from .decode import bind, decode
-from .decode_checks import Options, check_layout, check_window
+from .decode_checks import Options
 from .errors import ReplaySSMError
-from .keys import (
-    ACTIVATION_DTYPES,
-    DSTATES,
-    HEAD_DIMS,
-    MAX_TOKENS,
-    MAX_WINDOW,
-    PLAIN_ACTIVATION_DTYPES,
-    SCALED_DTYPES,
-    STATE_DTYPES,
-)
-from .plan import launchers
 from .prefix_plan import check_block_size
-from .scratch import check_algorithm
+from .scratch import SCRATCH, check_algorithm
 from .snapshots import Snapshots
+from .stack_arrays import StackArrays
 
 
-class LayerStack:
+class LayerStack(StackArrays):
     """States, rings and cursors of the layers of one model; all layers share one pair of cursors.
 
     Parameters
@@ -88,274 +64,6 @@ class LayerStack:
 
     Raises TypeError or ValueError naming the argument; ReplaySSMError without a GPU for "cuda".
     """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        nheads: int,
-        head_dim: int,
-        ngroups: int,
-        dstate: int,
-        *,
-        max_window: int = 16,
-        npredicted: int = 1,
-        state_dtype: Any = "float32",
-        activation_dtype: Any = "bfloat16",
-        stochastic_rounding: bool | int = False,
-        philox_rounds: int = 10,
-        device: str = "auto",
-    ) -> None:
-        state_type = dtype_name(state_dtype, "state_dtype")
-        activation = dtype_name(activation_dtype, "activation_dtype")
-        sizes = {
-            "num_layers": num_layers,
-            "num_slots": num_slots,
-            "nheads": nheads,
-            "head_dim": head_dim,
-            "ngroups": ngroups,
-            "dstate": dstate,
-            "max_window": max_window,
-            "npredicted": npredicted,
-        }
-        for name, size in sizes.items():
-            check_int(name, size)
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
-        if state_type not in STATE_DTYPES:
-            raise TypeError(
-                f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, got {state_type}"
-            )
-        check_value("head_dim", head_dim, HEAD_DIMS)
-        check_value("dstate", dstate, DSTATES)
-        if max_window > MAX_WINDOW:
-            raise ValueError(f"max_window: expected 1 to {MAX_WINDOW}, got {max_window}")
-        if npredicted > max_window:
-            raise ValueError(
-                f"npredicted: expected 1 to max_window = {max_window}, got {npredicted}"
-            )
-        if nheads % ngroups:
-            raise ValueError(f"ngroups: expected a divisor of nheads = {nheads}, got {ngroups}")
-        where = named_device(device)
-        _check_activation("activation_dtype", activation, where)
-        rows = max_window + npredicted
-
-        def empty(shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
-            make = "zeros" if zero else "empty"
-            if where.kind == "cpu":
-                return getattr(np, make)(shape, numpy_dtype(dtype))
-            # CuPy makes no array of 8-bit floats, but views one.
-            bytewise = np.dtype(np.uint8) if itemsize(dtype) == 1 else numpy_dtype(dtype)
-            with device_guard(where):
-                array = getattr(compiler.import_cupy(), make)(shape, bytewise)
-            return array.view(numpy_dtype(dtype))
-
-        state = (num_slots, nheads, head_dim, dstate)
-        layers = range(num_layers)
-        scales = [empty(state[:3], "float32") for _ in layers if state_type in SCALED_DTYPES]
-        with device_guard(where):
-            for scale in scales:
-                scale[...] = 1
-        self._round(
-            stochastic_rounding, philox_rounds, state_type, where, lambda: empty((1,), "int64")
-        )
-        self._own(
-            [empty(state, state_type, zero=True) for _ in layers],
-            [empty((num_slots, nheads, rows, head_dim), activation) for _ in layers],
-            [empty((num_slots, ngroups, rows, dstate), activation) for _ in layers],
-            [empty((num_slots, nheads, rows), "float32") for _ in layers],
-            empty((num_slots,), "int32", zero=True),
-            empty((num_slots,), "int32", zero=True),
-            npredicted,
-            max_window,
-            scales,
-        )
-
-    @classmethod
-    def from_arrays(
-        cls,
-        states: Sequence[Any],
-        x_caches: Sequence[Any],
-        B_caches: Sequence[Any],
-        dt_caches: Sequence[Any],
-        ring_start: Any,
-        prev_num_accepted_tokens: Any,
-        *,
-        npredicted: int,
-        max_window: int | None = None,
-        state_scales: Sequence[Any] = (),
-        stochastic_rounding: bool | int = False,
-        philox_rounds: int = 10,
-    ) -> LayerStack:
-        """A stack over arrays that exist, one of each kind per layer: borrowed, changed in place.
-
-        Parameters
-        ----------
-        states : each (num_slots, nheads, head_dim, dstate).
-        x_caches, B_caches, dt_caches : the rings, with shapes as in ``checkpointing_ssu``.
-        ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
-        npredicted : the most new tokens of a step.
-        max_window : W; ring_buffer_len - npredicted if None.
-        state_scales : beside 8-bit states, each (num_slots, nheads, head_dim) float32.
-        stochastic_rounding, philox_rounds : as in the constructor; the seed is the stack's own.
-
-        Torch, CuPy and NumPy arrays will do; slots may be strided (pages), rows are packed. The
-        stack keeps the arrays alive and writes into them: never into a copy. JAX arrays are
-        immutable and refused.
-
-        Raises TypeError or ValueError naming the argument.
-        """
-        stack = cls.__new__(cls)
-        lists = {
-            "states": states,
-            "x_caches": x_caches,
-            "B_caches": B_caches,
-            "dt_caches": dt_caches,
-        }
-        if state_scales:
-            lists["state_scales"] = state_scales
-        for name, arrays in lists.items():
-            if not isinstance(arrays, Sequence):
-                got = type(arrays).__name__
-                raise TypeError(f"{name}: expected a list of arrays, one per layer, got {got}")
-            if len(arrays) != len(states) or not arrays:
-                raise ValueError(
-                    f"{name}: expected one array per layer ({len(states) or 'at least one'}), "
-                    f"got {len(arrays)}"
-                )
-        check_int("npredicted", npredicted)
-        if not 1 <= npredicted <= MAX_TOKENS:
-            raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
-        if max_window is not None:
-            check_int("max_window", max_window)
-        first = view(states[0], "states[0]")
-        stack._round(
-            stochastic_rounding,
-            philox_rounds,
-            first.dtype,
-            first.device,
-            lambda: empty_like_framework(first, (1,), "int64", first.device),
-        )
-        stack._own(
-            list(states),
-            list(x_caches),
-            list(B_caches),
-            list(dt_caches),
-            ring_start,
-            prev_num_accepted_tokens,
-            npredicted,
-            max_window,
-            list(state_scales),
-        )
-        return stack
-
-    def _round(
-        self,
-        stochastic: bool | int,
-        rounds: int,
-        state_dtype: str,
-        device: Device,
-        make_seed: Callable[[], Any],
-    ) -> None:
-        """Takes note of how states are rounded, and makes the seed."""
-        self.philox_rounds = check_rounds(rounds)
-        self.rand_seed: Any = None
-        if stochastic is False:
-            return
-        if not isinstance(stochastic, int):
-            got = type(stochastic).__name__
-            raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
-        if state_dtype == "float32":
-            raise ValueError(
-                "stochastic_rounding: expected False with a float32 state, which is not rounded"
-            )
-        seed = 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
-        with device_guard(device):
-            self.rand_seed = make_seed()
-            self.rand_seed[...] = seed
-
-    def _own(
-        self,
-        states: list[Any],
-        x_caches: list[Any],
-        B_caches: list[Any],
-        dt_caches: list[Any],
-        ring_start: Any,
-        prev_num_accepted_tokens: Any,
-        npredicted: int,
-        max_window: int | None,
-        state_scales: list[Any],
-    ) -> None:
-        self.state_scales = state_scales
-        self.states, self.x_caches = states, x_caches
-        self.B_caches, self.dt_caches = B_caches, dt_caches
-        self.ring_start, self.prev_num_accepted_tokens = ring_start, prev_num_accepted_tokens
-        cursors = {
-            "ring_start": view(ring_start, "ring_start"),
-            "prev_num_accepted_tokens": view(prev_num_accepted_tokens, "prev_num_accepted_tokens"),
-        }
-        self._views: list[dict[str, View | None]] = [
-            {
-                "state": view(states[layer], f"states[{layer}]"),
-                "state_scale": view(state_scales[layer], f"state_scales[{layer}]")
-                if state_scales
-                else None,
-                "x_cache": view(x_caches[layer], f"x_caches[{layer}]"),
-                "B_cache": view(B_caches[layer], f"B_caches[{layer}]"),
-                "dt_cache": view(dt_caches[layer], f"dt_caches[{layer}]"),
-                **cursors,
-            }
-            for layer in range(len(states))
-        ]
-        first = self._first
-        for layer in self._views:
-            _check_layer(layer, first)
-        rings = first["x_cache"]
-        self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
-        self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
-        self._last_query_len: int | None = npredicted
-        self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
-        self._A: list[Any] | None = None
-        self._snapshots: Snapshots | None = None
-
-    @property
-    def _first(self) -> dict[str, View]:
-        return {name: array for name, array in self._views[0].items() if array is not None}
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.states)
-
-    @property
-    def num_slots(self) -> int:
-        return self._first["state"].shape[0]
-
-    @property
-    def device(self) -> Device:
-        return self._first["state"].device
-
-    @property
-    def state_dtype(self) -> str:
-        return self._first["state"].dtype
-
-    @property
-    def activation_dtype(self) -> str:
-        return self._first["x_cache"].dtype
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one sequence in all layers: state and rings, without padding between slots."""
-        arrays = (layer.get(name) for layer in self._views for name in _PER_SLOT)
-        return sum(
-            math.prod(array.shape[1:]) * itemsize(array.dtype)
-            for array in arrays
-            if array is not None
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots and the cursors, without padding between slots."""
-        return self.num_slots * (self.bytes_per_slot + 2 * itemsize("int32"))
 
     def step(
         self,
@@ -391,31 +99,28 @@ class LayerStack:
         on flush, returns out in the caller's framework. Cursors stay until :meth:`advance`.
         """
         key = (
-            (layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen)),
-            (dt_softplus, pad_output, enable_pdl, algorithm),
-            (D is None, z is None, dt_bias is None, slots is None, cu_seqlens is None),
-            (force_flush is None, cb_scaled is None, cumAdt_vec is None, cb_old is None),
-            (out is None, getattr(x, "shape", None)),
-        )
+            layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen),
+            dt_softplus, pad_output, enable_pdl, algorithm, D is None, z is None, dt_bias is None,
+            slots is None, cu_seqlens is None, force_flush is None, cb_scaled is None,
+            cumAdt_vec is None, cb_old is None, out is None,
+        )  # fmt: skip
+        given = (
+            x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush, cb_scaled, cumAdt_vec,
+            cb_old, out,
+        )  # fmt: skip
         if check is False and not everywhere():
-            given = (
-                x, dt, A, B, C, D, z, dt_bias, slots, cu_seqlens, force_flush,
-                cb_scaled, cumAdt_vec, cb_old,
-            )  # fmt: skip
-            repeated = self._seen().repeat(key, given, out)
+            repeated = self._seen().repeat(key, given, x)
             if repeated is not None:
-                self._last_query_len = repeated[0].query_len
-                return repeated[1]
-        arrays = {
-            **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
-            **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
-            **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
-        }
+                call, out = repeated
+                self._last_query_len = call.query_len
+                return out
+        arrays = dict(zip(_STEP_ARRAYS, given, strict=False))
         views, options, q = self._step(
             layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
             algorithm,
         )  # fmt: skip
-        y = decode(views, out, options, Seen(self._calls, key, arrays, q))
+        seen = Seen(self._calls, key, x, arrays | {"out": out}, q)
+        y = decode(views, out, options, seen)
         self._last_query_len = q
         return y
 
@@ -543,20 +248,15 @@ class LayerStack:
             raise ValueError(
                 "query_lens: expected lengths (batch,) after a step of variable length, got None"
             )
+        length, each = (lengths, None) if isinstance(lengths, int) else (None, lengths)
         key = (
-            ("advance", pad_slot_id, type(pad_slot_id)),
-            (lengths, type(lengths)) if isinstance(lengths, int) else None,
-            (slots is None, reset is None, force_flush is None),
-            getattr(num_accepted, "shape", None),
-        )
-        arrays = {
-            **{"num_accepted": num_accepted, "slots": slots},
-            **{"reset": reset, "force_flush": force_flush},
-        }
-        if not isinstance(lengths, int):
-            arrays["query_lens"] = lengths
-        if self._seen().repeat(key, arrays.values()) is not None:
+            "advance", pad_slot_id, type(pad_slot_id), length, type(length), slots is None,
+            reset is None, force_flush is None,
+        )  # fmt: skip
+        given = (num_accepted, each, slots, reset, force_flush)
+        if self._seen().repeat(key, given, num_accepted) is not None:
             return
+        arrays = dict(zip(slot_ops.ADVANCE_ARRAYS, given, strict=True))
         own = {name: self._views[0][name] for name in ("ring_start", "prev_num_accepted_tokens")}
         slot_ops.advance_views(
             own | {"rand_seed": optional_view(self.rand_seed, "rand_seed")},
@@ -565,7 +265,7 @@ class LayerStack:
             self.max_window,
             self.ring_buffer_len,
             pad_slot_id,
-            Seen(self._calls, key, arrays),
+            Seen(self._calls, key, num_accepted, arrays),
         )
 
     def flush_slots(self, A: Sequence[Any], slots: Any = None, pad_slot_id: int = -1) -> None:
@@ -796,68 +496,8 @@ class LayerStack:
                 device=self.device.index,
             )
 
-    def _layer(self, layer: int) -> int:
-        check_int("layer", layer)
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        return layer
-
-    def __repr__(self) -> str:
-        state, B = self._first["state"], self._first["B_cache"]
-        slots, nheads, head_dim, dstate = state.shape
-        return (
-            f"LayerStack({self.num_layers} layers, {slots} slots, nheads={nheads}, "
-            f"head_dim={head_dim}, ngroups={B.shape[1]}, dstate={dstate}, "
-            f"max_window={self.max_window}, npredicted={self.npredicted}, state {state.dtype}, "
-            f"activations {B.dtype}, {state.framework} on {state.device}, "
-            f"{self.bytes_per_slot / 2**20:.2f} MiB per slot, {self.nbytes / 2**20:.1f} MiB)"
-        )
-
 
 _TOKENS = ("x", "dt", "A", "B", "C")  # what every step brings
-_PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
-
-
-def _check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
-    """Arrays of one layer against each other and against the first layer's."""
-    v = {name: array for name, array in layer.items() if array is not None}
-    state, x_cache = v["state"], v["x_cache"]
-    check_dtype(state, STATE_DTYPES)
-    _check_activation(x_cache.name, x_cache.dtype, x_cache.device)
-    check_dtype(v["B_cache"], (x_cache.dtype,), f" as {x_cache.name}")
-    check_dtype(v["dt_cache"], ("float32",))
-    check_dtype(v["ring_start"], ("int32",))
-    check_dtype(v["prev_num_accepted_tokens"], ("int32",))
-    letters = Letters()
-    letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
-    letters.bind(x_cache, ("num_slots", "nheads", "ring_buffer_len", "head_dim"))
-    letters.bind(v["B_cache"], ("num_slots", "ngroups", "ring_buffer_len", "dstate"))
-    letters.bind(v["dt_cache"], ("num_slots", "nheads", "ring_buffer_len"))
-    letters.bind(v["ring_start"], ("num_slots",))
-    letters.bind(v["prev_num_accepted_tokens"], ("num_slots",))
-    check_value(state.name, letters["head_dim"], HEAD_DIMS, "head_dim")
-    check_value(state.name, letters["dstate"], DSTATES, "dstate")
-    nheads, ngroups = letters["nheads"], letters["ngroups"]
-    if ngroups == 0 or nheads % ngroups:
-        raise ValueError(
-            f"{v['B_cache'].name}: expected ngroups that divides nheads = {nheads}, got {ngroups}"
-        )
-    check_scale(state, layer["state_scale"], letters)
-    check_devices(list(v.values()))
-    check_inplace(*v.values())
-    for name in v.keys() & set(_PER_SLOT):
-        check_dtype(v[name], (first[name].dtype,), f" as {first[name].name}")
-        if v[name].shape != first[name].shape:
-            raise ValueError(
-                f"{v[name].name}: expected {first[name].shape} as {first[name].name}, "
-                f"got {v[name].shape}"
-            )
-    check_layout(layer, replay=True)
-
-
-def _check_activation(name: str, dtype: str, device: Device) -> None:
-    allowed = ACTIVATION_DTYPES if device.kind in launchers else PLAIN_ACTIVATION_DTYPES
-    if dtype not in allowed:
-        raise TypeError(
-            f"{name}: expected one of {', '.join(allowed)} on {device.kind}, got {dtype}"
-        )
+_STEP_ARRAYS = (
+    *_TOKENS, "D", "z", "dt_bias", "slots", "cu_seqlens", "force_flush", *SCRATCH
+)  # fmt: skip

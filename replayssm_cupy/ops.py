@@ -104,9 +104,13 @@ def checkpointing_ssu(
         dt, B, C, z and out. Empty sequences are left alone. A flush goes by the actual length.
     max_seqlen : with cu_seqlens: the longest sequence, 1 to 16. Tokens of a sequence beyond it are
         left out.
-    enable_pdl : launch the kernel so that it may start while the one ahead of it in the stream is
-        still running (programmatic dependent launch); it waits before it reads what that may have
-        written. Without effect before compute capability 9.0, and on the CPU path.
+    enable_pdl : launch the kernel so that its blocks may start while the kernel ahead of it in the
+        stream is still running (programmatic dependent launch). None of the arrays is read or
+        written early, weights, slots and cursors included: the kernel waits first until the one
+        ahead has ended, so the results are those of a plain launch whatever that one writes, and
+        when. The kernel behind may start early in turn if it was launched that way, and must wait
+        likewise (``griddepcontrol.wait``). Without effect before compute capability 9.0, and on
+        the CPU path.
     cb_scaled, cumAdt_vec, cb_old : FlashInfer's scratch, all three or none, from
         :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
         (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
@@ -144,35 +148,25 @@ def checkpointing_ssu(
     A NaN in one token may reach the outputs of the other tokens of the same call. Source of the
     algorithm: ReplaySSM in FlashInfer (``checkpointing_ssu``), for the recurrence of Mamba-2.
     """
+    numbers = (
+        pad_slot_id, max_seqlen, philox_rounds, max_window, d_split, precompute_heads_per_cta
+    )  # fmt: skip
     key = (
-        numbers := (
-            pad_slot_id,
-            max_seqlen,
-            philox_rounds,
-            max_window,
-            d_split,
-            precompute_heads_per_cta,
-        ),
-        (*map(type, numbers),),
-        (dt_softplus, pad_output, enable_pdl, algorithm),
-        (D is None, z is None, dt_bias is None, state_batch_indices is None),
-        (state_scale is None, rand_seed is None, cu_seqlens is None, force_flush is None),
-        (cb_scaled is None, cumAdt_vec is None, cb_old is None),
-        (out is None, getattr(x, "shape", None)),
-    )
-    arrays = {
-        **{"state": state, "state_scale": state_scale, "x_cache": x_cache, "B_cache": B_cache},
-        **{"dt_cache": dt_cache, "ring_start": ring_start},
-        **{"prev_num_accepted_tokens": prev_num_accepted_tokens},
-        **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
-        **{"slots": state_batch_indices, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
-        **{"rand_seed": rand_seed},
-        **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
-    }
+        numbers, (*map(type, numbers),), dt_softplus, pad_output, enable_pdl, algorithm,
+        D is None, z is None, dt_bias is None, state_batch_indices is None, state_scale is None,
+        rand_seed is None, cu_seqlens is None, force_flush is None, cb_scaled is None,
+        cumAdt_vec is None, cb_old is None, out is None,
+    )  # fmt: skip
+    given = (
+        state, state_scale, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt,
+        A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens, force_flush, rand_seed, cb_scaled,
+        cumAdt_vec, cb_old, out,
+    )  # fmt: skip
     if check is False and not everywhere():
-        repeated = _calls.repeat(key, arrays.values(), out)
+        repeated = _calls.repeat(key, given, x)
         if repeated is not None:
             return repeated[1]
+    arrays = dict(zip(_SSU_ARRAYS, given, strict=False))
     optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
     views = _views(arrays, optional)
     check_hints(d_split, precompute_heads_per_cta)
@@ -187,7 +181,7 @@ def checkpointing_ssu(
         enable_pdl=bool(enable_pdl),
         algorithm=check_algorithm(algorithm),
     )
-    return decode(views, out, options, Seen(_calls, key, arrays))
+    return decode(views, out, options, Seen(_calls, key, x, arrays | {"out": out}))
 
 
 def selective_state_update(
@@ -226,19 +220,17 @@ def selective_state_update(
     ``selective_state_update`` of mamba_ssm.
     """
     key = (
-        (pad_slot_id, philox_rounds, type(pad_slot_id), type(philox_rounds)),
-        (dt_softplus, pad_output),
-        (D is None, z is None, dt_bias is None, state_batch_indices is None),
-        (state_scale is None, rand_seed is None, out is None, getattr(x, "shape", None)),
-    )
-    arrays = {
-        **{"state": state, "state_scale": state_scale},
-        **{"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias},
-        **{"slots": state_batch_indices, "rand_seed": rand_seed},
-    }
-    repeated = _plain_calls.repeat(key, arrays.values(), out)
+        pad_slot_id, philox_rounds, type(pad_slot_id), type(philox_rounds), dt_softplus,
+        pad_output, D is None, z is None, dt_bias is None, state_batch_indices is None,
+        state_scale is None, rand_seed is None, out is None,
+    )  # fmt: skip
+    given = (
+        state, state_scale, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, rand_seed, out
+    )  # fmt: skip
+    repeated = _plain_calls.repeat(key, given, x)
     if repeated is not None:
         return repeated[1]
+    arrays = dict(zip(_UPDATE_ARRAYS, given, strict=False))
     options = Options(
         bool(dt_softplus),
         index_range("pad_slot_id", pad_slot_id),
@@ -246,10 +238,16 @@ def selective_state_update(
         philox_rounds=check_rounds(philox_rounds),
     )
     views = _views(arrays, ("state_scale", *_OPTIONAL, "rand_seed"))
-    return decode(views, out, options, Seen(_plain_calls, key, arrays))
+    return decode(views, out, options, Seen(_plain_calls, key, x, arrays | {"out": out}))
 
 
 _calls, _plain_calls = SeenCalls(), SeenCalls()
+_TOKENS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "slots")
+_RINGS = ("x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens")
+_SSU_ARRAYS = (
+    "state", "state_scale", *_RINGS, *_TOKENS, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH
+)  # fmt: skip
+_UPDATE_ARRAYS = ("state", "state_scale", *_TOKENS, "rand_seed")
 _OPTIONAL = ("D", "z", "dt_bias", "slots")
 
 

@@ -276,8 +276,11 @@ class Plan:
     shared_bytes: int = 0  # of dynamic shared memory a block
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
+    memory: memoryview = field(init=False, repr=False, compare=False)  # the record's bytes
+    pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.memory = memoryview(self.record).cast("B")
         if self.grid[0] > MAX_BLOCKS:
             raise ValueError(
                 f"batch: expected at most {MAX_BLOCKS} (batch row, head) pairs in a call, "

@@ -98,36 +98,28 @@ def advance_ring(
         else:
             prev += accepted
     """
+    length, each = (query_lens, None) if isinstance(query_lens, int) else (None, query_lens)
     key = (
-        (max_window, ring_buffer_len, pad_slot_id),
-        (type(max_window), type(ring_buffer_len), type(pad_slot_id)),
-        (query_lens, type(query_lens)) if isinstance(query_lens, int) else None,
-        (slots is None, reset is None, force_flush is None, rand_seed is None),
-        getattr(num_accepted, "shape", None),
-    )
-    own = {
-        "ring_start": ring_start,
-        "prev_num_accepted_tokens": prev_num_accepted_tokens,
-        "rand_seed": rand_seed,
-    }
-    given = {
-        **{"num_accepted": num_accepted, "slots": slots},
-        **{"reset": reset, "force_flush": force_flush},
-    }
-    if not isinstance(query_lens, int):
-        given["query_lens"] = query_lens
-    arrays = own | given
-    if _advances.repeat(key, arrays.values()) is not None:
+        max_window, ring_buffer_len, pad_slot_id, type(max_window), type(ring_buffer_len),
+        type(pad_slot_id), length, type(length), slots is None, reset is None,
+        force_flush is None, rand_seed is None,
+    )  # fmt: skip
+    given = (num_accepted, each, slots, reset, force_flush)
+    own = (ring_start, prev_num_accepted_tokens, rand_seed)
+    if _advances.repeat(key, (*given, *own), num_accepted) is not None:
         return
+    arrays = dict(zip(ADVANCE_ARRAYS, given, strict=True))
+    names = ("ring_start", "prev_num_accepted_tokens", "rand_seed")
     views = {
         name: optional_view(array, name) if name == "rand_seed" else view(array, name)
-        for name, array in own.items()
+        for name, array in zip(names, own, strict=True)
     }
-    seen = Seen(_advances, key, arrays)
-    advance_views(views, query_lens, given, max_window, ring_buffer_len, pad_slot_id, seen)
+    seen = Seen(_advances, key, num_accepted, arrays | dict(zip(names, own, strict=True)))
+    advance_views(views, query_lens, arrays, max_window, ring_buffer_len, pad_slot_id, seen)
 
 
 _advances = SeenCalls()
+ADVANCE_ARRAYS = ("num_accepted", "query_lens", "slots", "reset", "force_flush")
 
 
 def advance_views(

@@ -224,6 +224,7 @@ def test_the_kernels_of_the_ceilings_compile(arch):
     assert len(re.findall(r"ld\.global\S*\.v4", flush)) == 8
     assert len(re.findall(r"st\.global\.L2::cache_hint\.v4\.b32", flush)) == 8
     assert "evict_last" in flush
+    assert f".minnctapersm {timing.BLOCKS}" in flush, "blocks that start late would write late"
 
 
 # --- Reports -------------------------------------------------------------------------------------
@@ -232,9 +233,10 @@ def test_the_kernels_of_the_ceilings_compile(arch):
 def rows(**more: object) -> list[dict[str, object]]:
     return [
         {
-            "state": state, "tokens": tokens, "batch": batch, "replay_us": 2.25, "plain_us": 4.0,
-            **more, "floor_us": 1.5, "flush_first_us": 1.75, "percent": 10.0 * batch + tokens,
-            "bytes_read": 5, "layers": 3, "gpu": "a GPU",
+            "shape": "64/8/64/128", "state": state, "tokens": tokens, "batch": batch,
+            "replay_us": 2.25, "plain_us": 4.0, **more, "floor_us": 1.5, "flush_first_us": 1.75,
+            "percent": 10.0 * batch + tokens, "flush_first_percent": 77.8, "bytes_read": 5,
+            "layers": 3, "gpu": "a GPU",
         }
         for state in ("float32", "int8") for tokens in (1, 4) for batch in (4, 1)
     ]  # fmt: skip
@@ -244,14 +246,14 @@ def test_table():
     row = rows(flashinfer_us=3.0, mamba_ssm_us=None)[0]
     heads = report.columns([row])
     assert report.header(heads).split("\n")[0] == (
-        "| state | T | batch | replay us | plain us | floor us | flush-first us | floor / replay "
-        "| flashinfer us | mamba_ssm us |"
+        "| shape | state | T | batch | replay us | plain us | floor us | flush-first us "
+        "| floor / replay | flush-first / replay | flashinfer us | mamba_ssm us |"
     )
     assert report.line(row, heads) == (
-        "| float32 | 1 | 4 | 2.2 | 4.0 | 1.5 | 1.8 | 41 % | 3.0 | - |"
+        "| 64/8/64/128 | float32 | 1 | 4 | 2.2 | 4.0 | 1.5 | 1.8 | 41 % | 78 % | 3.0 | - |"
     )
     text = report.markdown([row], {"gpu": "a GPU", "commit": "abc"}, ["a note"])
-    assert text.startswith("gpu a GPU, commit abc\n\na note\n\n| state ")
+    assert text.startswith("gpu a GPU, commit abc\n\na note\n\n| shape ")
     assert text.count("\n|") == 3
 
 
@@ -262,7 +264,14 @@ def test_csv_and_curves(tmp_path):
     assert [row["mamba_ssm_us"] for row in back] == [""] * 8
     assert report.curves(back) == report.curves(rows())
     assert report.curves(back)["int8, T = 4"] == [(1, 14.0), (4, 44.0)]
-    assert report.line(back[0], report.columns(back)).endswith("| 41 % | - |")
+    assert report.line(back[0], report.columns(back)).endswith("| 41 % | 78 % | - |")
+
+
+def test_curves_of_several_shapes():
+    both = [*rows(), *({**row, "shape": "8/1/64/128"} for row in rows())]
+    found = report.curves(both)
+    assert len(found) == 8
+    assert found["8/1/64/128, int8, T = 4"] == found["64/8/64/128, int8, T = 4"]
 
 
 def test_plot_from_a_csv(tmp_path):
@@ -287,7 +296,9 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch, capsys):
 def test_plot_of_another_file(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     assert bench.main(["plot", str(tmp_path / "rows.csv"), "figure.png"]) == 2
-    assert "expected columns batch, percent, state, tokens, got a, b" in capsys.readouterr().err
+    assert (
+        "expected columns batch, percent, shape, state, tokens, got a, b" in capsys.readouterr().err
+    )
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -298,18 +309,19 @@ def test_defaults_and_options():
     assert (args.dtypes, args.tokens, args.acceptance) == (
         ["float32", "bfloat16"], [1, 4], "geometric:0.7",
     )  # fmt: skip
-    assert Shape(args.nheads, args.ngroups, args.head_dim, args.dstate, args.window) == Shape()
-    words = "decode --head-dim 80 --batches 3,5 --cycle --pdl --algorithm two-kernel"
-    words += " --peer mamba_ssm --peer flashinfer"
+    assert [Shape(*sizes, args.window) for sizes in args.shapes] == [Shape()]
+    words = "decode --shapes 64/8/80/128,128/1/64/256 --batches 3,5 --cycle --pdl"
+    words += " --algorithm two-kernel --peer mamba_ssm --peer flashinfer"
     args = bench.parser().parse_args(words.split())
-    assert (args.head_dim, args.batches, args.cycle, args.pdl) == (80, [3, 5], True, True)
+    assert args.shapes == [[64, 8, 80, 128], [128, 1, 64, 256]]
+    assert (args.batches, args.cycle, args.pdl) == ([3, 5], True, True)
     assert (args.algorithm, args.peer) == ("two-kernel", ["mamba_ssm", "flashinfer"])
 
 
 @pytest.mark.parametrize(
     "words",
     [["--dtypes", "float64"], ["--tokens", "0"], ["--batches", "a"], ["--peer", "triton"],
-     ["--algorithm", "three"]],
+     ["--algorithm", "three"], ["--shapes", "64/8/64"], ["--shapes", "64/0/64/128"]],
 )  # fmt: skip
 def test_wrong_options(words, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -437,7 +449,9 @@ def numpy_for_cupy(monkeypatch) -> SimpleNamespace:
         runtime=SimpleNamespace(memGetInfo=lambda: (state.free, 5000)),
     )
     pool = SimpleNamespace(used_bytes=lambda: 7, total_bytes=lambda: 9)
-    names = {name: getattr(np, name) for name in ("asarray", "exp", "broadcast_to", "zeros")}
+    names = {
+        name: getattr(np, name) for name in ("asarray", "exp", "broadcast_to", "resize", "zeros")
+    }
     fake = SimpleNamespace(
         **names, cuda=cuda, ndarray=np.ndarray, get_default_memory_pool=lambda: pool
     )
@@ -514,23 +528,26 @@ def test_decode_on_the_cpu_path(more, numpy_for_cupy, monkeypatch, tmp_path, cap
         "2",
         "--batches",
         "2",
-        "--nheads",
-        "4",
-        "--ngroups",
-        "2",
+        "--shapes",
+        "4/2/64/128,2/2/64/64",
     ]
     assert bench.main([*words, "--csv", str(table), "--markdown", str(text), *more]) == 0
     printed = capsys.readouterr().out
     rows = report.read_csv(str(table))
-    assert [row["state"] for row in rows] == ["bfloat16", "int8"]
+    assert [(row["shape"], row["state"]) for row in rows] == [
+        ("4/2/64/128", "bfloat16"), ("4/2/64/128", "int8"),
+        ("2/2/64/64", "bfloat16"), ("2/2/64/64", "int8"),
+    ]  # fmt: skip
     for row in rows:
         assert (row["replay_us"], row["plain_us"], row["flush_first_us"]) == ("3.0", "3.0", "3.0")
+        assert row["flush_first_percent"] == "100.0"
         assert row["phases"] == ("16" if more else "1")
         floor = (int(row["bytes_read"]) + int(row["bytes_written"])) / 1e6
         assert float(row["floor_us"]) == pytest.approx(floor, abs=0.01)
         assert report.line(row, report.columns(rows)) in text.read_text()
         assert report.line(row, report.columns(rows)) in printed
-    assert "4 heads in 2 groups, 64 x 128, W = 16" in printed
+    for shape in ("4 heads in 2 groups, 64 x 128, W = 16", "2 heads in 2 groups, 64 x 64, W = 16"):
+        assert shape in printed
 
 
 def test_memory_that_grows_is_a_failure(capsys):

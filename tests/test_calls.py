@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import replayssm_cupy as ssm
-from replayssm_cupy import calls, decode, layer_stack, ops, plan, slots
-from replayssm_cupy.arrays import _cupy_kind, _Matcher, kinds_of
+from replayssm_cupy import calls, decode, keys, layer_stack, ops, plan, slots
+from replayssm_cupy.arrays import Device, _cupy_kind, _dense_cupy_kind, _Matcher, kinds_of, view
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 S, BATCH, T, H, G, P, N, L = 6, 3, 2, 4, 2, 64, 128, 8
@@ -304,6 +304,61 @@ def test_kinds_that_take_turns_are_all_remembered(make, put, recorder, unchecked
         function(**forms[0])
 
 
+def test_batches_that_take_turns_are_all_remembered(put, recorder, unchecked):
+    """A server's batch grows and shrinks; there are more sizes than kinds of one shape."""
+    stack = a_stack(put)
+    batches = [1, 2, 3, 4, 5, 6]
+    assert len(batches) > calls.MOST_KINDS
+    steps = []
+    for batch in batches:
+        given = tokens(put)
+        for name in ("x", "B", "C", "z", "out"):
+            given[name] = put(np.ones((batch, *given[name].shape[1:]), BF16))
+        given["dt"] = put(np.ones((batch, T, H), np.float32))
+        given["slots"] = put(np.arange(batch, dtype=np.int32))
+        steps.append(given)
+    records = []
+    for given in steps:
+        stack.step(0, **given)
+        records.append(recorder.latest())
+    unchecked()
+    for given, record in [*zip(steps, records, strict=True)] * 2:
+        stack.step(0, **given)
+        assert recorder.latest() == record
+
+
+@pytest.mark.parametrize("layout", ["split", "heads first"])
+def test_a_fresh_output_is_row_major(put, recorder, layout):
+    """Whatever x is: the record has the strides of the first call's output."""
+    stack, given = a_stack(put), tokens(put)
+    if layout == "split":  # x is a part of each token's projection
+        given["x"] = put(np.ones((BATCH, T, H, 2 * P), BF16))[..., :P]
+    else:
+        x = put(np.ones((BATCH, H, T, P), BF16))
+        given["x"] = x.swapaxes(1, 2)
+    del given["out"]
+    for _ in range(3):
+        out = stack.step(0, **given)
+        record = recorder.launches[-1][0].record
+        assert record.out == address_of(out)
+        assert tuple(out.shape) == (BATCH, T, H, P)
+        assert [record.out_batch_stride, record.out_token_stride, record.out_head_stride] == [
+            T * H * P, H * P, P
+        ]  # fmt: skip
+        assert out.flags.c_contiguous if isinstance(out, np.ndarray) else out.is_contiguous()
+        assert type(out) is type(given["x"])
+
+
+@pytest.mark.parametrize("wrong", [object(), SimpleNamespace(shape=[BATCH, T, H, P]), [1.0]])
+def test_what_is_no_array_at_all_is_noticed(put, recorder, wrong):
+    stack, given = a_stack(put), tokens(put)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^x: expected an array of PyTorch, JAX, CuPy or"):
+            stack.step(0, **(given | {"x": wrong}))
+        stack.step(0, **given)
+    assert len(recorder.launches) == 2
+
+
 def test_layers_are_told_apart(put, recorder):
     stack, given = a_stack(put), tokens(put)
     for layer in (0, 1, 0, 1):
@@ -350,6 +405,46 @@ def test_a_seed_that_is_replaced_is_followed(put, recorder):
         for _ in range(2):
             stack.step(0, **given)
             assert recorder.launches[-1][0].record.rand_seed == seed.ctypes.data
+
+
+def test_pointers_around_others_that_stay(put, recorder):
+    """The seed lies between the arrays of a call in the record, and is the stack's own."""
+    stack = ssm.LayerStack(
+        1, S, H, P, G, N, max_window=6, npredicted=T, state_dtype="float16", device="cpu",
+        stochastic_rounding=True,
+    )  # fmt: skip
+    for given in (tokens(put), tokens(put)) * 2:
+        stack.step(0, **given)
+        record = recorder.launches[-1][0].record
+        for name, array in given.items():
+            assert getattr(record, name) == address_of(array), name
+        assert record.rand_seed == stack.rand_seed.ctypes.data
+        assert record.cu_seqlens is None and record.state == stack.states[0].ctypes.data
+
+
+def test_packing():
+    """Gaps of nulls are bridged, other pointers are left alone, and so is a record that fails."""
+    record = plan.AdvanceRingParams(ring_start=64, query_lens=128)
+    one = plan.Plan(keys.AdvanceRingKey(), (1, 1, 1), (1, 1, 1), record, Device("cpu"))
+    views = {
+        name: view(np.zeros(4, dtype), name)
+        for name, dtype in (
+            ("prev_num_accepted_tokens", np.int32), ("num_accepted", np.int64),
+            ("slots", np.int32), ("force_flush", np.uint8), ("unknown", np.int32),
+            ("rand_seed", np.int64),
+        )
+    }  # fmt: skip
+    packing = calls.Packing(one, views, {"slots"})
+    assert packing.fill(one, [4, 8, 16, 1, 12, 24])
+    names = [field[0] for field in record._fields_[:8]]
+    expected = [64, 4, 8, 128, 16, None, 1, 24]
+    assert [getattr(record, name) for name in names] == expected
+    assert one.pointers == [4, 8, 16, 1, 12, 24]
+    for wrong in ([0, 8, 16, 1, 12, 24], [4, 12, 16, 1, 12, 24], [4, 8, 24, 1, 12, 24],
+                  [4, 8, 16, 1, 14, 24], [4, 8, 16, 1, 0, 24]):  # fmt: skip
+        assert not packing.fill(one, wrong)
+        assert [getattr(record, name) for name in names] == expected
+    assert one.pointers == [4, 8, 16, 1, 12, 24]
 
 
 def test_without_a_launcher_the_reference_runs(put, recorder):
@@ -583,16 +678,51 @@ def test_a_ring_beyond_what_kernels_count(recorder, rows, stride, message):
     assert not recorder.launches
 
 
+@pytest.mark.parametrize("kind", [_cupy_kind, _dense_cupy_kind])
 @pytest.mark.parametrize("dtype", [np.float32, BF16, ml_dtypes.float8_e4m3fn])
-def test_numpy_arrays_are_not_taken_for_those_of_cupy(dtype):
+def test_numpy_arrays_are_not_taken_for_those_of_cupy(dtype, kind):
     """The same call on a GPU's arrays and then on the host's: NumPy shows no buffer of bfloat16."""
     host = np.zeros((2, 4), dtype)
     remote = SimpleNamespace(
-        dtype=host.dtype, shape=host.shape, strides=host.strides, data=SimpleNamespace(device_id=0)
-    )
-    matches = _Matcher(_cupy_kind, [remote])
+        dtype=host.dtype, shape=host.shape, strides=host.strides, _c_contiguous=True,
+        data=SimpleNamespace(device_id=0),
+    )  # fmt: skip
+    matches = _Matcher(kind, [remote])
     assert matches(remote)
     assert not matches(host)
+
+
+def cupy_array(
+    shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None, device: int = 0
+) -> Any:
+    """An array of CuPy over host memory, which nothing can read but its attributes."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    host = np.zeros(4096, np.uint8)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def test_kinds_of_cupy_arrays():
+    one, two = cupy_array((3, 4), BF16), cupy_array((8,), np.float32)
+    kinds = kinds_of([one, two])
+    assert kinds is not None and kinds.match(one, two)
+    assert kinds.address(one) == one.data.ptr
+    assert kinds.match(cupy_array((3, 4), BF16), two)
+    for other in (
+        cupy_array((4, 3), BF16),
+        cupy_array((3, 4), np.float16),
+        cupy_array((3, 4), BF16, (16, 2)),
+        cupy_array((3, 4), BF16, (0, 2)),
+        cupy_array((3, 4), BF16, device=1),
+        np.zeros((3, 4), BF16),
+        None,
+    ):
+        assert not kinds.match(other, two)
+    spread = cupy_array((3, 4), BF16, (16, 2))
+    kinds = kinds_of([spread, two])
+    assert kinds is not None and kinds.match(cupy_array((3, 4), BF16, (16, 2)), two)
+    for other in (one, cupy_array((3, 4), BF16, (32, 2)), cupy_array((3, 4), BF16, (16, 4))):
+        assert not kinds.match(other, two)
 
 
 # --- On a GPU ------------------------------------------------------------------------------------
