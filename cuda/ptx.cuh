@@ -107,6 +107,14 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// The larger of `a` and the magnitude of `b`, NaN where one is NaN: one instruction, as the
+// hardware takes magnitudes of operands.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float r;
+  asm("{ .reg .f32 m; abs.f32 m, %2; max.NaN.f32 %0, %1, m; }" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Four e4m3 codes as fp16 in one instruction for two: from sm_89 on, so ask `kHasE4m3Cvt` first.
 #if __CUDA_ARCH__ >= 890
 constexpr bool kHasE4m3Cvt = true;

@@ -95,8 +95,8 @@ EDITS = {
         ("upper half of a pair lost", "__uint_as_float(pair & 0xffff0000u)", "0.0f"),
         (
             "scale without its floor",
-            "fmaxf(__uint_as_float(amax_bits), kLargest * 0x1p-117f)",
-            "__uint_as_float(amax_bits)",
+            "fmaxf(amax, kLargest * 0x1p-117f)",
+            "amax",
         ),
         ("rows of NaN stored as numbers", "amax_bits >= 0x7f800000u", "amax_bits > 0xfffffffeu"),
         ("offset of the random bits in 32 bits", "static_cast<uint32_t>(offset >> 32)", "0u"),

@@ -9,6 +9,9 @@ namespace ptx {
 inline float flush_subnormal(float x) {
   return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x;
 }
+inline float max_magnitude(float a, float b) {
+  return a != a || b != b ? __uint_as_float(0x7fffffffu) : std::fmax(a, std::fabs(b));
+}
 inline float ex2(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
 
 // ------------------------------------------------------------------------------------------ mma
