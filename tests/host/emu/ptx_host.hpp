@@ -77,6 +77,12 @@ inline uint32_t movmatrix(uint32_t row) {
   return out[0] | uint32_t(out[1]) << 16;
 }
 
+// -------------------------------------------------------------------------------- global memory
+
+inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
+inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+
 // -------------------------------------------------------------------------------- shared memory
 
 using smem_t = unsigned char*;  // a 32-bit shared address on the device
