@@ -57,7 +57,8 @@ class SeenCall:
 
     Parameters
     ----------
-    plan : of the call; pointers that are not among `names` stay as its record has them.
+    plans : of the call, in order; pointers that are not among `names` stay as their records have
+        them.
     views : of all arrays of the call.
     names : of the arrays that may be others next time, as the record and `views` have them.
     kinds : of these arrays.
@@ -65,11 +66,11 @@ class SeenCall:
     query_len : of the step, if all sequences have the same.
     """
 
-    __slots__ = ("_kinds", "_masks", "_pool", "_runs", "empty", "query_len")
+    __slots__ = ("_kinds", "_launches", "_masks", "empty", "query_len")
 
     def __init__(
         self,
-        plan: Plan,
+        plans: Sequence[Plan],
         views: dict[str, View | None],
         names: Sequence[str],
         kinds: Kinds,
@@ -77,18 +78,16 @@ class SeenCall:
         query_len: int | None,
     ) -> None:
         self.query_len = query_len
-        record = type(plan.record)
         arrays = [view for name in names if (view := views[name]) is not None]
-        self._pool = PlanPool(plan, arrays[0])
+        self._launches = [
+            (PlanPool(plan, arrays[0]), _runs(type(plan.record), names)) for plan in plans
+        ]
         self._kinds = kinds
         wide = set(vectors)
         self._masks = [
             (ALIGNMENT if name in wide else itemsize(view.dtype)) - 1
             for name, view in zip(names, arrays, strict=True)
         ]
-        self._runs = _runs(
-            [(i, getattr(record, n).offset) for i, n in enumerate(names) if hasattr(record, n)]
-        )
         out = views.get("out")
         self.empty: Callable[[], Any] | None = (
             None if out is None else allocator(out, out.shape, out.dtype, out.device)
@@ -98,24 +97,28 @@ class SeenCall:
         """Launches on these arrays, leaving out every None; False, and nothing done, if they are
         not of the same kinds."""
         given = [array for array in arrays if array is not None]
-        launcher = launchers.get(self._pool.kind)
+        launcher = launchers.get(self._launches[0][0].kind)
         if launcher is None or not self._kinds.match(*given):
             return False
         pointers = [*map(self._kinds.address, given)]
         if not all(pointers) or any(map(operator.and_, pointers, self._masks)):
             return False
-        plan = self._pool.take()
-        record: Any = plan.record
-        for pack, offset, first, last in self._runs:
-            pack(record, offset, *pointers[first:last])
-        launcher.launch(plan, self._pool.stream())
-        self._pool.give_back(plan)
+        for pool, runs in self._launches:
+            plan = pool.take()
+            record: Any = plan.record
+            for pack, offset, first, last in runs:
+                pack(record, offset, *pointers[first:last])
+            launcher.launch(plan, pool.stream())
+            pool.give_back(plan)
         return True
 
 
-def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[Callable[..., None], int, int, int]]:
-    """Pointers (index, offset) that follow one another in a record: how to pack them, where, and
-    which."""
+def _runs(
+    record: type[Any], names: Sequence[str]
+) -> list[tuple[Callable[..., None], int, int, int]]:
+    """Those of the pointers `names` that follow one another in a record: how to pack them, where,
+    and which."""
+    places = [(i, getattr(record, n).offset) for i, n in enumerate(names) if hasattr(record, n)]
     runs = []
     first = 0
     for end in range(1, len(places) + 1):
@@ -170,12 +173,21 @@ class Seen(NamedTuple):
     arrays: dict[str, Any]  # the caller's own
     query_len: int | None = None
 
-    def add(self, plan: Plan, views: dict[str, View | None], vectors: Iterable[str] = ()) -> None:
-        """Remembers the call that passed its checks; the plan's record points to all `views`."""
+    def add(
+        self,
+        plan: Plan,
+        views: dict[str, View | None],
+        vectors: Iterable[str] = (),
+        before: Sequence[Plan] = (),
+    ) -> None:
+        """Remembers the call that passed its checks; the plan's record points to all `views`.
+
+        Plans in `before` are launched first; their records may lack some of the arrays.
+        """
         given = {name: array for name, array in self.arrays.items() if array is not None}
         kinds = kinds_of([*given.values()])
         if kinds is not None and all(plan.grid):
-            call = SeenCall(plan, views, [*given], kinds, vectors, self.query_len)
+            call = SeenCall([*before, plan], views, [*given], kinds, vectors, self.query_len)
             self.calls.add(self.key, call)
 
 

@@ -210,8 +210,8 @@ def materialize_views(
     philox_rounds: int,
     check: bool | str,
     prev: View | None = None,
-) -> None:
-    """:func:`replayssm_materialize` over views.
+) -> Plan | None:
+    """:func:`replayssm_materialize` over views; returns what was launched, if anything.
 
     `prev` (num_slots,) int32 tells the live rows of every slot to checked mode, where it is known.
     """
@@ -222,10 +222,10 @@ def materialize_views(
     first = tables["state_ptrs"]
     if first.device.kind not in launchers:
         _materialize_on_host(tables, metadata, layout, pad_slot_id, philox_rounds, prev)
-        return
+        return None
     layers, batch = letters["layers"], letters["batch"]
     if batch == 0:
-        return
+        return None
     record: Any = MaterializeParams()
     for name, array in (*tables.items(), *metadata.items()):
         if array is not None:
@@ -253,8 +253,10 @@ def materialize_views(
     heads = batch * layers * layout.nheads
     blocks = min(-(-heads // WARPS), processor(first.device).count * key.resident_blocks)
     stream = current_stream(like)
-    Plan(key, (blocks, 1, 1), (32 * WARPS, 1, 1), record, first.device).launch(stream)
+    plan = Plan(key, (blocks, 1, 1), (32 * WARPS, 1, 1), record, first.device)
+    plan.launch(stream)
     wait_for_jax((*tables.values(), *metadata.values()), first.device, stream)
+    return plan
 
 
 def check_formats(layout: Layout, device: Device) -> None:

@@ -228,15 +228,15 @@ def test_same_bits_as_a_flush(place, state_dtype, activation_dtype, rounds):
                                    "seven-heads-per-group", "widest"])  # fmt: skip
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "int8"])
 def test_every_head_dim_and_dstate(place, shape, state_dtype):
-    case = Case(SHAPES[shape], 1, 16, state_dtype, num_slots=4)
+    case = Case(SHAPES[shape], 1, 16, state_dtype, num_slots=7)
     rng = np.random.default_rng(4)
     layers = make_layers(place, case, 2, rng)
     start = layers.pools[0].ring_start
-    layers.materialize([0, 1], [2, 3], start[:2], [16, 5])
+    layers.materialize([0, 1, 2], [3, 4, 5], start[:3], [16, 5, 0])
     for layer, pools in enumerate(layers.pools):
         got = layers.snapshot(layer)
-        same_bits(got, pools, [0, 1])
-        for src, dst, prefix in ((0, 2, 16), (1, 3, 5)):
+        same_bits(got, pools, [0, 1, 2, 6])
+        for src, dst, prefix in ((0, 3, 16), (1, 4, 5), (2, 5, 0)):
             exact = exact_prefix(pools, layers.A[layer], src, int(start[src]), prefix)
             assert_state(got, dst, exact, state_dtype, f"layer {layer}, {src} to {dst}")
 
