@@ -85,7 +85,7 @@ def _synchronize() -> None:
 def _calls(
     zeros: Callable[[tuple[int, ...], str], Any], ints: Callable[[Any], Any]
 ) -> dict[str, Callable[[], Any]]:
-    """Steps and cursor moves over arrays that `zeros` and `ints` make."""
+    """Steps, cursor moves and snapshots of nothing over arrays that `zeros` and `ints` make."""
     import replayssm_cupy as ssm
 
     shape, batch = Shape(), 8
@@ -108,11 +108,19 @@ def _calls(
     }
     without_out = {name: array for name, array in inputs.items() if name != "out"}
     slots, accepted = inputs["slots"], ints(np.ones(batch, np.int32))
+    stack.refresh([inputs["A"]])
+    rows = np.arange(batch // 2, dtype=np.int32)
+    pair = ints(rows), ints(rows + batch // 2)
+    no_prefix, before, one = ints(rows * 0 - 1), ints(rows), ints(rows * 0 + 1)
     return {
         "one eager stack.step": lambda: stack.step(0, **inputs),
         "one eager stack.step that allocates out": lambda: stack.step(0, **without_out),
         "one bound step": stack.bind(0, **inputs),
         "one eager stack.advance": lambda: stack.advance(slots, accepted),
+        "one eager stack.materialize": lambda: stack.materialize(*pair, no_prefix),
+        "one eager stack.materialize_blocks": lambda: stack.materialize_blocks(
+            *pair, before, one, block_size=64
+        ),
     }
 
 

@@ -4,35 +4,46 @@
 //   S_dst = exp(c_m) S_src + sum_{j < m} exp(c_m - c_j) dt_j x_j B_j^T,   m = 0: a plain copy
 //
 // Equals reference.materialize; to nearest, the same bits as a flush of these rows. Persistent grid
-// of four-warp blocks. A warp works on one slab of 16 rows p at a time; slabs and heads come first,
-// then layers, then the requests of the active list, up to its first negative entry. Reads source
-// states and the first m ring rows; writes destination states and scales, never a ring or a cursor.
+// of four-warp blocks. A warp works on one head at a time, on its slabs of 16 rows p in turn: while
+// it folds one, the next is on its way. Heads come first, then layers, then the requests of the
+// active list, up to its first negative entry. Reads source states and the first m ring rows;
+// writes destination states and scales, never a ring or a cursor.
 #include "fold.cuh"
 
 using namespace replay;
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 // Blocks that share a multiprocessor: as many as the registers of the pieces in flight allow.
 template <class State, int kDstate>
 constexpr int kResident = (sizeof(State) == 2 ? 4 : 3) - (kDstate > 128);
 
+// Columns of a head that a warp folds at a time: 256 bytes of a row, so that the next ones fit into
+// registers. A row of an 8-bit state has as many, and needs all of them for its scale.
+template <class State, int kDstate>
+constexpr int kColumns = kDstate * sizeof(State) < 256 ? kDstate : 256 / sizeof(State);
+
+// B of the rows that each warp folds, as operands: those of a lane, of pairs r and r + 1, lie
+// together, and it alone writes and reads them.
+template <int kColumns>
+struct Shared {
+  uint4 B[kWarps][kColumns / 16][32];
+};
+
 // A warp's place in the work, moved on by the number of warps without a division.
 struct Place {
-  int inner, layer, position;  // slab of a head of a layer; place in the active list
+  int head, layer, position;  // in the active list
 
-  __device__ Place(int index, const MaterializeParams& params, int slabs) {
-    const int of_layer = params.nheads * slabs, row = index / of_layer;
-    inner = index - row * of_layer;
+  __device__ Place(int index, const MaterializeParams& params) {
+    const int row = index / params.nheads;
+    head = index - row * params.nheads;
     position = row / params.layers;
     layer = row - position * params.layers;
   }
 
-  __device__ __forceinline__ void advance(const Place& step, const MaterializeParams& params,
-                                          int slabs) {
-    const int of_layer = params.nheads * slabs;
-    inner += step.inner, layer += step.layer, position += step.position;
-    if (inner >= of_layer) inner -= of_layer, ++layer;
+  __device__ __forceinline__ void advance(const Place& step, const MaterializeParams& params) {
+    head += step.head, layer += step.layer, position += step.position;
+    if (head >= params.nheads) head -= params.nheads, ++layer;
     if (layer >= params.layers) layer -= params.layers, ++position;
   }
 };
@@ -44,15 +55,15 @@ __device__ __forceinline__ int64_t load_slot(const MaterializeParams& params, co
   return slot == params.pad_slot_id || slot >= params.num_slots ? -1 : slot;
 }
 
-// One slab: where it comes from and goes to. Values outside their ranges would be a caller's fault;
+// One head: where it comes from and goes to. Values outside their ranges would be a caller's fault;
 // they must not become stray addresses.
 template <class State, class Act>
 struct Item {
-  int layer, head, first_row, start, rows;  // rows: m, negative where there is nothing to do
+  int layer, head, start, rows;  // rows: m, negative where there is nothing to do
   int64_t src, dst;
 
-  __device__ Item(const MaterializeParams& params, const Place& place, int request, int slabs)
-      : layer(place.layer), head(place.inner / slabs), first_row(place.inner % slabs * kRows) {
+  __device__ Item(const MaterializeParams& params, const Place& place, int request)
+      : layer(place.layer), head(place.head) {
     src = load_slot(params, params.src_slots,
                     layer * params.src_slots_layer_stride + request * params.src_slots_batch_stride,
                     params.src_slots_type);
@@ -70,25 +81,21 @@ struct Item {
     return reinterpret_cast<State*>(params.state_ptrs[layer]);
   }
 
-  // The first element of the slab of a slot, in elements of the layer's storage.
-  template <int kDstate>
+  // The first element of the head in a slot, in elements of the layer's storage.
   __device__ __forceinline__ int64_t state_at(const MaterializeParams& params, int64_t slot) const {
-    return slot * params.state_slot_strides[layer] + head * params.state_head_stride +
-           first_row * kDstate;
+    return slot * params.state_slot_strides[layer] + head * params.state_head_stride;
   }
 
-  // The scale of the slab's first row, or null.
+  // The scale of the head's first row, of an 8-bit state.
   __device__ __forceinline__ float* scale(const MaterializeParams& params, int64_t slot) const {
-    float* scales = reinterpret_cast<float*>(params.state_scale_ptrs[layer]);
-    if (scales == nullptr) return nullptr;
-    return scales + slot * params.state_scale_slot_strides[layer] +
-           head * params.state_scale_head_stride + first_row;
+    return reinterpret_cast<float*>(params.state_scale_ptrs[layer]) +
+           slot * params.state_scale_slot_strides[layer] + head * params.state_scale_head_stride;
   }
 
   __device__ __forceinline__ const Act* x_row(const MaterializeParams& params, int j) const {
     return reinterpret_cast<const Act*>(params.x_cache_ptrs[layer]) +
            src * params.x_cache_slot_strides[layer] + head * params.x_cache_head_stride +
-           ring_row(start, j, params.ring_buffer_len) * params.x_cache_row_stride + first_row;
+           ring_row(start, j, params.ring_buffer_len) * params.x_cache_row_stride;
   }
 
   __device__ __forceinline__ const Act* B_row(const MaterializeParams& params, int j) const {
@@ -111,37 +118,50 @@ struct Item {
   }
 };
 
-// The bytes of a slab and of its scales, many loads at once.
+// The bytes of a head and of its scales, many loads at once.
 template <class State, class Act, int kDstate>
-__device__ __forceinline__ void copy_slab(const MaterializeParams& params,
+__device__ __forceinline__ void copy_head(const MaterializeParams& params,
                                           const Item<State, Act>& item, const Lane& lane) {
   if (item.src == item.dst) return;
-  constexpr int kVectors = kDstate * sizeof(State) / 32;  // of a lane
-  constexpr int kAtOnce = kVectors < 16 ? kVectors : 16;
+  constexpr int kAtOnce = 16, kMostScales = 4;  // of a lane; a head has up to 128 rows
   State* storage = item.storage(params);
   const uint4* from =
-      reinterpret_cast<const uint4*>(storage + item.template state_at<kDstate>(params, item.src)) +
-      lane.index;
-  uint4* to =
-      reinterpret_cast<uint4*>(storage + item.template state_at<kDstate>(params, item.dst)) +
-      lane.index;
+      reinterpret_cast<const uint4*>(storage + item.state_at(params, item.src)) + lane.index;
+  uint4* to = reinterpret_cast<uint4*>(storage + item.state_at(params, item.dst)) + lane.index;
+  float scales[kMostScales];
+  if constexpr (convert::kScaled<State>) {
+    const float* scale = item.scale(params, item.src) + lane.index;
+#pragma unroll
+    for (int i = 0; i < kMostScales; ++i) {
+      scales[i] = lane.index + 32 * i < params.head_dim ? scale[32 * i] : 0.0f;
+    }
+  }
+  const int vectors = params.head_dim / kRows * (kDstate * static_cast<int>(sizeof(State)) / 32);
 #pragma unroll 1
-  for (int first = 0; first < kVectors; first += kAtOnce) {
+  for (int first = 0; first < vectors; first += kAtOnce) {
     uint4 v[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) v[i] = from[32 * (first + i)];
+    for (int i = 0; i < kAtOnce; ++i) {
+      v[i] =
+          first + i < vectors ? ptx::ld_global_v4(from + 32 * (first + i)) : make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) to[32 * (first + i)] = v[i];
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < vectors) ptx::st_global_v4(to + 32 * (first + i), v[i]);
+    }
   }
-  const float* scale = item.scale(params, item.src);
-  if (scale != nullptr && lane.index < kRows) {
-    item.scale(params, item.dst)[lane.index] = scale[lane.index];
+  if constexpr (convert::kScaled<State>) {
+    float* scale = item.scale(params, item.dst) + lane.index;
+#pragma unroll
+    for (int i = 0; i < kMostScales; ++i) {
+      if (lane.index + 32 * i < params.head_dim) scale[32 * i] = scales[i];
+    }
   }
 }
 
 // Where a folded slab goes. A row of an 8-bit state is encoded when all of it is known, so its
 // values wait in registers; other states are stored piece by piece.
-template <class State, int kDstate>
+template <class State, int kDstate, bool kStochastic>
 struct Destination {
   State* storage;
   int64_t offset;  // of the lane's first piece in row g
@@ -158,136 +178,193 @@ struct Destination {
         for (int q = 0; q < kPairsOfPiece; ++q) rows[h][8 * piece + q] = folded[h][q];
       } else {
         const int64_t at = offset + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-        *reinterpret_cast<uint4*>(storage + at) =
-            sizeof(State) < 4 && rounding.rounds > 0
-                ? encode_piece_of_row<State, true>(folded[h], rounding, at)
-                : encode_piece_of_row<State, false>(folded[h], rounding, 0);
+        ptx::st_global_v4(storage + at,
+                          encode_piece_of_row<State, kStochastic>(folded[h], rounding, at));
       }
     }
   }
 
-  // The two ways to round are apart, so that the common one runs through short code.
+  // Stores what waits, and moves on to the next slab.
   __device__ __forceinline__ void finish(const Lane& lane) {
-    if (rounding.rounds > 0) {
-      store_rows<true>(lane);
-    } else {
-      store_rows<false>(lane);
-    }
-  }
-
-  template <bool kStochastic>
-  __device__ __forceinline__ void store_rows(const Lane& lane) {
+    if constexpr (convert::kScaled<State>) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t at = offset + 8 * h * kDstate;
-      store_scaled_row<State, kStochastic, kDstate / 64>(storage + at, scale + 8 * h, at, rows[h],
-                                                         rounding, lane);
+      for (int h = 0; h < 2; ++h) {
+        const int64_t at = offset + 8 * h * kDstate;
+        store_scaled_row<State, kStochastic, kDstate / 64>(storage + at, scale + 8 * h, at, rows[h],
+                                                           rounding, lane);
+      }
+      scale += kRows;
     }
+    offset += kRows * kDstate;
   }
 };
 
-// The state of a chunk of columns and B of the rows, as loaded.
+// What a lane needs of one slab, as loaded: pieces and scales of rows g and g + 8, and rows of x.
 template <class State, class Act, int kDstate>
 struct Given {
-  using T = Tiling<State, kDstate>;
-  uint4 upper[T::kPieces], lower[T::kPieces];
-  uint32_t B[2][T::kPairs];
+  static constexpr int kPiece = 16 / sizeof(State);
+  static constexpr int kPieces = kColumns<State, kDstate> / (4 * kPiece);
+  uint4 pieces[kPieces][2];
+  float scale[2];
+  uint32_t x[2][2];
+};
 
-  // `state` is the lane's first piece of the chunk in row g.
-  __device__ __forceinline__ void load(const State* state, const MaterializeParams& params,
-                                       const Item<State, Act>& item, const Lane& lane, int column) {
+// Where a lane's loads of the next slab begin.
+template <class State, class Act, int kDstate>
+struct Source {
+  using Slab = Given<State, Act, kDstate>;
+  const State* state;  // the lane's first piece in row g
+  const float* scale;  // of row g, of an 8-bit state
+  const Act* x[2];     // of ring rows g and g + 8
+  bool live[2];        // these rows are among the m
+
+  __device__ __forceinline__ void ask_for_piece(Slab& slab, int J) const {
 #pragma unroll
-    for (int J = 0; J < T::kPieces; ++J) {
-      upper[J] = *reinterpret_cast<const uint4*>(state + column + 4 * T::kPiece * J);
-      lower[J] = *reinterpret_cast<const uint4*>(state + column + 4 * T::kPiece * J + 8 * kDstate);
+    for (int h = 0; h < 2; ++h) {
+      slab.pieces[J][h] = ptx::ld_global_v4(state + 4 * Slab::kPiece * J + 8 * h * kDstate);
     }
+  }
+
+  // All the rest.
+  __device__ __forceinline__ void ask_for_rows(Slab& slab) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int j = 8 * i + lane.g;
-      load_row<T::kPiece>(B[i], item.B_row(params, j) + column, lane.t, j < item.rows);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        slab.x[i][h] = live[i] ? ptx::ld_global_u32(x[i] + 8 * h) : 0u;
+      }
+      if constexpr (convert::kScaled<State>) slab.scale[i] = scale[8 * i];
     }
+  }
+
+  __device__ __forceinline__ void advance() {
+    state += kRows * kDstate;
+    if constexpr (convert::kScaled<State>) scale += kRows;
+    x[0] += kRows, x[1] += kRows;
   }
 };
 
+// B of the item's rows from `column` on, which are read in the lanes' order of columns.
 template <class State, class Act, int kDstate>
-__device__ __forceinline__ void fold_slab(const MaterializeParams& params,
-                                          const Item<State, Act>& item, const Lane& lane) {
-  using T = Tiling<State, kDstate>;
-  State* storage = item.storage(params);
-  const int in_slab = lane.g * kDstate + lane.t * T::kPiece;
-  const State* from = storage + item.template state_at<kDstate>(params, item.src) + in_slab;
-  Given<State, Act, kDstate> given;
-  given.load(from, params, item, lane, 0);
-  uint32_t x[2][2];
+__device__ __forceinline__ void prepare_B(uint4* B, const MaterializeParams& params,
+                                          const Item<State, Act>& item, int column,
+                                          const Lane& lane) {
+  constexpr int kPairs = kColumns<State, kDstate> / 8;
+  uint32_t b[2][kPairs];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int j = 8 * i + lane.g;
-    const Act* row = item.x_row(params, j) + 2 * lane.t;
+    load_row<16 / static_cast<int>(sizeof(State))>(b[i], item.B_row(params, j) + column, lane.t,
+                                                   j < item.rows);
+  }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      x[i][h] = j < item.rows ? *reinterpret_cast<const uint32_t*>(row + 8 * h) : 0u;
-    }
+  for (int r = 0; r < kPairs; r += 2) {
+    B[16 * r] = make_uint4(ptx::movmatrix(b[0][r]), ptx::movmatrix(b[1][r]),
+                           ptx::movmatrix(b[0][r + 1]), ptx::movmatrix(b[1][r + 1]));
   }
-  const Decays decays(item.dt(params, lane.index & 15), item.A(params));
-  Destination<State, kDstate> target{
-      storage, item.template state_at<kDstate>(params, item.dst) + in_slab, nullptr};
-  float scale[2] = {1.0f, 1.0f};
-  if constexpr (convert::kScaled<State>) {
-    const float* given_scale = item.scale(params, item.src) + lane.g;
-    scale[0] = given_scale[0], scale[1] = given_scale[8];
-    target.scale = item.scale(params, item.dst) + lane.g;
-  }
-  if (params.rand_seed != nullptr && params.philox_rounds > 0) {
-    target.rounding.seed = convert::mix_seed(static_cast<uint64_t>(*params.rand_seed), item.layer);
-    target.rounding.rounds = params.philox_rounds;
-  }
-  const uint32_t rows[4] = {ptx::movmatrix(x[0][0]), ptx::movmatrix(x[0][1]),
-                            ptx::movmatrix(x[1][0]), ptx::movmatrix(x[1][1])};
-  const Fold<State> fold = prepare_fold<State, Act>(FoldWeights(decays, lane), rows);
-  float decay[2] = {fold.decay, fold.decay};
-  if constexpr (convert::kScaled<State>) decay[0] *= scale[0], decay[1] *= scale[1];
-  constexpr int kPairsOfPiece = T::kPiece / 2;
-  // Rows that wait in registers for their scale need places known at compile time.
-  constexpr int kUnroll = convert::kScaled<State> ? T::kChunks : 1;
-#pragma unroll kUnroll
-  for (int chunk = 0; chunk < T::kChunks; ++chunk) {
-    if (chunk > 0) given.load(from, params, item, lane, chunk * T::kChunk);
+}
+
+// Folds the rows into the slabs of a head, of which the first is on its way.
+template <class State, class Act, int kDstate, bool kStochastic>
+__device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
+                                           Source<State, Act, kDstate>& source,
+                                           Destination<State, kDstate, kStochastic> target,
+                                           const FoldWeights& weights, const uint4* B, int slabs,
+                                           const Lane& lane) {
+  using Slab = Given<State, Act, kDstate>;
+  constexpr int kPairsOfPiece = Slab::kPiece / 2;
+#pragma unroll 1
+  for (int left = slabs - 1; left >= 0; --left) {
+    source.advance();
+    const uint32_t x[4] = {ptx::movmatrix(slab.x[0][0]), ptx::movmatrix(slab.x[0][1]),
+                           ptx::movmatrix(slab.x[1][0]), ptx::movmatrix(slab.x[1][1])};
+    const Fold<State> fold = prepare_fold<State, Act>(weights, x);
+    float decay[2] = {fold.decay, fold.decay};
+    if constexpr (convert::kScaled<State>) decay[0] *= slab.scale[0], decay[1] *= slab.scale[1];
+    if (left > 0) source.ask_for_rows(slab);
 #pragma unroll
-    for (int J = 0; J < T::kPieces; ++J) {
+    for (int J = 0; J < Slab::kPieces; ++J) {
+      const uint4 upper = slab.pieces[J][0], lower = slab.pieces[J][1];
       float2 folded[2][kPairsOfPiece];
 #pragma unroll
-      for (int q = 0; q < kPairsOfPiece; ++q) {
-        const int r = J * kPairsOfPiece + q;
-        fold_pair<State, Act>(folded[0][q], folded[1][q], piece_pair<State>(given.upper[J], q),
-                              piece_pair<State>(given.lower[J], q), ptx::movmatrix(given.B[0][r]),
-                              ptx::movmatrix(given.B[1][r]), decay, fold);
+      for (int q = 0; q < kPairsOfPiece; q += 2) {
+        const uint4 b = B[16 * (J * kPairsOfPiece + q)];
+        float2 u[2], l[2];
+        piece_pairs<State>(upper, q, u);
+        piece_pairs<State>(lower, q, l);
+        fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
+        fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay,
+                              fold);
       }
-      target.put(folded, chunk * T::kPieces + J);
+      if (left > 0) source.ask_for_piece(slab, J);
+      target.put(folded, J);
     }
+    target.finish(lane);
   }
-  if constexpr (convert::kScaled<State>) target.finish(lane);
+}
+
+// Folds the rows into a head's columns from `column` on.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void fold_columns(const MaterializeParams& params,
+                                             const Item<State, Act>& item, uint4* B, int column,
+                                             const Lane& lane) {
+  using Slab = Given<State, Act, kDstate>;
+  const float A = item.A(params), dt = item.dt(params, lane.index & 15);
+  State* storage = item.storage(params);
+  const int in_slab = lane.g * kDstate + column + lane.t * Slab::kPiece;
+  Source<State, Act, kDstate> source;
+  source.state = storage + item.state_at(params, item.src) + in_slab;
+  if constexpr (convert::kScaled<State>) source.scale = item.scale(params, item.src) + lane.g;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    source.live[i] = 8 * i + lane.g < item.rows;
+    source.x[i] = item.x_row(params, 8 * i + lane.g) + 2 * lane.t;
+  }
+  Slab slab;
+#pragma unroll
+  for (int J = 0; J < Slab::kPieces; ++J) source.ask_for_piece(slab, J);
+  source.ask_for_rows(slab);
+  __syncwarp();  // else the compiler asks for all of this when B has come
+  prepare_B<State, Act, kDstate>(B, params, item, column, lane);
+  const FoldWeights weights(Decays(dt, A), lane);
+  const int64_t offset = item.state_at(params, item.dst) + in_slab;
+  float* scale = nullptr;
+  if constexpr (convert::kScaled<State>) scale = item.scale(params, item.dst) + lane.g;
+  const int slabs = params.head_dim / kRows;
+  // The two ways to round are apart, so that the common one runs through short code.
+  if (sizeof(State) < 4 && params.rand_seed != nullptr && params.philox_rounds > 0) {
+    Rounding rounding;
+    rounding.seed = convert::mix_seed(static_cast<uint64_t>(*params.rand_seed), item.layer);
+    rounding.rounds = params.philox_rounds;
+    fold_slabs<State, Act, kDstate, true>(slab, source, {storage, offset, scale, rounding}, weights,
+                                          B, slabs, lane);
+  } else {
+    fold_slabs<State, Act, kDstate, false>(slab, source, {storage, offset, scale}, weights, B,
+                                           slabs, lane);
+  }
 }
 
 template <class State, class Act, int kDstate>
 __global__ void __launch_bounds__(kThreads, kResident<State, kDstate>)
     materialize(const __grid_constant__ MaterializeParams params) {
-  constexpr int kWarps = kThreads / 32;
+  constexpr int kAtOnce = kColumns<State, kDstate>;
+  __shared__ Shared<kAtOnce> shared;
   const Lane lane;
-  const int slabs = params.head_dim / kRows;
-  const Place step(static_cast<int>(gridDim.x) * kWarps, params, slabs);
-  Place place(static_cast<int>(blockIdx.x * kWarps + (threadIdx.x >> 5)), params, slabs);
-  for (; place.position < params.batch; place.advance(step, params, slabs)) {
+  const int warp = threadIdx.x >> 5;
+  const Place step(static_cast<int>(gridDim.x) * kWarps, params);
+  Place place(static_cast<int>(blockIdx.x) * kWarps + warp, params);
+  for (; place.position < params.batch; place.advance(step, params)) {
     int request = place.position;
     if (params.active_request_indices != nullptr) {
       request = params.active_request_indices[request * params.active_request_indices_stride];
       if (request < 0) break;
       if (request >= params.batch) continue;
     }
-    const Item<State, Act> item(params, place, request, slabs);
-    if (item.rows > 0) {
-      fold_slab<State, Act, kDstate>(params, item, lane);
-    } else if (item.rows == 0) {
-      copy_slab<State, Act, kDstate>(params, item, lane);
+    const Item<State, Act> item(params, place, request);
+    if (item.rows == 0) copy_head<State, Act, kDstate>(params, item, lane);
+#pragma unroll 1
+    for (int column = 0; column < kDstate && item.rows > 0; column += kAtOnce) {
+      fold_columns<State, Act, kDstate>(params, item, &shared.B[warp][0][lane.index], column, lane);
     }
   }
 }

@@ -32,6 +32,30 @@ __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   return r;
 }
 
+// ---- global memory: for addresses of which the compiler does not know where they point ----------
+
+// Loads stay in the order in which they are written, whatever stands between them.
+__device__ __forceinline__ unsigned ld_global_u32(const void* p) {
+  unsigned v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 ld_global_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_global_v4(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // ---- shared memory, and copies into it ----------------------------------------------------------
 
 using smem_t = unsigned;  // an address in shared memory
@@ -138,6 +162,14 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The larger of `a` and the magnitude of `b`, NaN where one is NaN: one instruction, as the
+// hardware takes magnitudes of operands.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float r;
+  asm("{ .reg .f32 m; abs.f32 m, %2; max.NaN.f32 %0, %1, m; }" : "=f"(r) : "f"(a), "f"(b));
+  return r;
 }
 
 // Four e4m3 codes as fp16 in one instruction for two: from sm_89 on, so ask `kHasE4m3Cvt` first.

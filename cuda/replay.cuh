@@ -279,22 +279,21 @@ __device__ __forceinline__ uint4 encode_piece(const float2 (&v)[8 / sizeof(State
   }
 }
 
-// The largest magnitude, as bits. NaN counts as largest.
+// The largest magnitude; NaN where a value is NaN.
 template <int kCount>
-__device__ __forceinline__ uint32_t largest(const float2 (&v)[kCount]) {
-  uint32_t amax = 0;
+__device__ __forceinline__ float largest(const float2 (&v)[kCount]) {
+  float2 amax = make_float2(0.0f, 0.0f);  // two chains of instructions, not one
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    amax = max(amax,
-               max(__float_as_uint(v[i].x) & 0x7fffffffu, __float_as_uint(v[i].y) & 0x7fffffffu));
+    amax.x = ptx::max_magnitude(amax.x, v[i].x), amax.y = ptx::max_magnitude(amax.y, v[i].y);
   }
-  return amax;
+  return ptx::max_magnitude(amax.x, amax.y);
 }
 
 // Over the lanes that share a row.
-__device__ __forceinline__ uint32_t of_row(uint32_t amax) {
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-  return max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+__device__ __forceinline__ float of_row(float amax) {
+  amax = ptx::max_magnitude(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  return ptx::max_magnitude(amax, __shfl_xor_sync(kAllLanes, amax, 2));
 }
 
 template <class State>
@@ -331,9 +330,10 @@ __device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_
   for (int J = 0; J < kPieces; ++J) {
     float2 piece[8];
 #pragma unroll
-    for (int q = 0; q < 8; ++q) piece[q] = row.encoded(v[8 * J + q]);
-    *reinterpret_cast<uint4*>(to + 64 * J) =
-        encode_piece_of_row<State, kStochastic>(piece, rounding, offset + 64 * J);
+    for (int q = 0; q < 8; ++q) piece[q] = row.scaled(v[8 * J + q]);
+    const uint4 codes = encode_piece_of_row<State, kStochastic>(piece, rounding, offset + 64 * J);
+    *reinterpret_cast<uint4*>(to + 64 * J) = make_uint4(row.stored(codes.x), row.stored(codes.y),
+                                                        row.stored(codes.z), row.stored(codes.w));
   }
   if (lane.t == 0) *scale = row.decode;
 }

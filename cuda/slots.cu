@@ -36,23 +36,22 @@ __device__ __forceinline__ void load_scaled_row(State* to, float* scale, const S
                                                 int dstate) {
   const int lane = threadIdx.x & 31;
   float v[8];
-  uint32_t amax = 0;
+  float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int n = lane + 32 * i;
     v[i] = n < dstate ? convert::to_float(from[n]) : 0.0f;
-    amax = max(amax, __float_as_uint(v[i]) & 0x7fffffffu);
+    amax = ptx::max_magnitude(amax, v[i]);
   }
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) {
-    amax = max(amax, __shfl_xor_sync(replay::kAllLanes, amax, step));
+    amax = ptx::max_magnitude(amax, __shfl_xor_sync(replay::kAllLanes, amax, step));
   }
   const convert::RowScale row = convert::row_scale<State>(amax);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float scaled = row.encode == 0.0f ? 0.0f : __fmul_rn(v[i], row.encode);
-    const uint32_t code =
-        convert::pack_codes<State>(make_float2(scaled, 0.0f), make_float2(0.0f, 0.0f));
+    const float2 scaled = row.scaled(make_float2(v[i], 0.0f));
+    const uint32_t code = row.stored(convert::pack_codes<State>(scaled, scaled));
     if (lane + 32 * i < dstate) reinterpret_cast<unsigned char*>(to)[lane + 32 * i] = code & 0xffu;
   }
   if (lane == 0) *scale = row.decode;

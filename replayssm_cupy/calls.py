@@ -108,7 +108,7 @@ class SeenCall:
 
     Parameters
     ----------
-    plan : of the call; its record points to all arrays of the call.
+    plans : of the call, in order; the last one's record points to all arrays of the call.
     views : of all arrays of the call.
     arrays : the caller's own, which may be others next time, by the names that the record and
         `views` have for them. None stays None; an `out` that is None is allocated.
@@ -117,11 +117,11 @@ class SeenCall:
     query_len : of the step, if all sequences have the same.
     """
 
-    __slots__ = ("_address", "_empty", "_match", "_pick", "_pool", "query_len")
+    __slots__ = ("_address", "_empty", "_match", "_pick", "_pools", "query_len")
 
     def __init__(
         self,
-        plan: Plan,
+        plans: Sequence[Plan],
         views: dict[str, View | None],
         arrays: dict[str, Any],
         kinds: Kinds,
@@ -135,7 +135,8 @@ class SeenCall:
         if "out" in arrays and arrays["out"] is None and (x := views["x"]) is not None:
             self._empty = allocator_like(x)
         given = {name: view for name in arrays if (view := views[name]) is not None}
-        self._pool = PlanPool(plan, next(iter(given.values())), Packing(plan, given, vectors))
+        like = next(iter(given.values()))
+        self._pools = [PlanPool(plan, like, Packing(plan, given, vectors)) for plan in plans]
 
     def launch(self, arrays: tuple[Any, ...], like: Any) -> tuple[SeenCall, Any] | None:
         """Launches on these arrays: this call, and the last of `arrays`, which may be its `out`.
@@ -150,7 +151,11 @@ class SeenCall:
         if self._empty is not None:
             last = self._empty(like)
             given = (*given, last)
-        return (self, last) if self._pool.launch([*map(self._address, given)]) else None
+        pointers = [*map(self._address, given)]
+        for pool in self._pools:
+            if not pool.launch(pointers):
+                return None
+        return self, last
 
 
 def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -213,11 +218,20 @@ class Seen(NamedTuple):
     arrays: dict[str, Any]  # the caller's own, in the order of the calls to come
     query_len: int | None = None
 
-    def add(self, plan: Plan, views: dict[str, View | None], vectors: Iterable[str] = ()) -> None:
-        """Remembers the call that passed its checks; the plan's record points to all `views`."""
+    def add(
+        self,
+        plan: Plan,
+        views: dict[str, View | None],
+        vectors: Iterable[str] = (),
+        before: Sequence[Plan] = (),
+    ) -> None:
+        """Remembers the call that passed its checks; the plan's record points to all `views`.
+
+        Plans in `before` are launched first; their records may lack some of the arrays.
+        """
         kinds = kinds_of([array for array in self.arrays.values() if array is not None])
         if kinds is not None and all(plan.grid):
-            call = SeenCall(plan, views, self.arrays, kinds, vectors, self.query_len)
+            call = SeenCall([*before, plan], views, self.arrays, kinds, vectors, self.query_len)
             self.calls.add(self.key, self.like, call)
 
 

@@ -42,10 +42,10 @@ from .plan import FLOAT_TYPES, INDEX_TYPES, MaterializeParams, Plan, launchers
 from .prefix_checks import HostMetadata, check_on_device, check_on_host
 from .prefix_plan import MAX_BATCH
 from .prefix_tables import TABLES, Layout
-from .schedule import SLAB, processor
+from .schedule import processor
 
 WARPS = 4
-MAX_HEADS = 2**30 // (max(HEAD_DIMS) // SLAB)  # the kernel counts slabs of a layer in an int
+MAX_HEADS = 2**27  # the kernel counts heads in an int, with room to spare
 
 
 def replayssm_materialize(
@@ -210,8 +210,8 @@ def materialize_views(
     philox_rounds: int,
     check: bool | str,
     prev: View | None = None,
-) -> None:
-    """:func:`replayssm_materialize` over views.
+) -> Plan | None:
+    """:func:`replayssm_materialize` over views; returns what was launched, if anything.
 
     `prev` (num_slots,) int32 tells the live rows of every slot to checked mode, where it is known.
     """
@@ -222,10 +222,10 @@ def materialize_views(
     first = tables["state_ptrs"]
     if first.device.kind not in launchers:
         _materialize_on_host(tables, metadata, layout, pad_slot_id, philox_rounds, prev)
-        return
+        return None
     layers, batch = letters["layers"], letters["batch"]
     if batch == 0:
-        return
+        return None
     record: Any = MaterializeParams()
     for name, array in (*tables.items(), *metadata.items()):
         if array is not None:
@@ -250,11 +250,13 @@ def materialize_views(
     if check:
         check_on_device(record, like, prev, layout.state_dtype, layout.A_dtype)
     key = MaterializeKey(layout.state_dtype, layout.activation_dtype, layout.dstate)
-    units = batch * layers * layout.nheads * (layout.head_dim // SLAB)
-    blocks = min(-(-units // WARPS), processor(first.device).count * key.resident_blocks)
+    heads = batch * layers * layout.nheads
+    blocks = min(-(-heads // WARPS), processor(first.device).count * key.resident_blocks)
     stream = current_stream(like)
-    Plan(key, (blocks, 1, 1), (32 * WARPS, 1, 1), record, first.device).launch(stream)
+    plan = Plan(key, (blocks, 1, 1), (32 * WARPS, 1, 1), record, first.device)
+    plan.launch(stream)
     wait_for_jax((*tables.values(), *metadata.values()), first.device, stream)
+    return plan
 
 
 def check_formats(layout: Layout, device: Device) -> None:

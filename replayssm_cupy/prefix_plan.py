@@ -143,10 +143,11 @@ def plan_views(
     pad_slot_id: int,
     *,
     move_cursors: bool = True,
-) -> None:
+) -> Plan | None:
     """:func:`plan_materialize` over views; with `prefix_len` (batch,) instead of boundaries too.
 
     Without `move_cursors` the destinations' cursors stay, for a check before anything is written.
+    Returns what was launched, if anything.
     """
     index_range("pad_slot_id", pad_slot_id)
     check_int("max_window", max_window)
@@ -174,10 +175,10 @@ def plan_views(
     assert first is not None
     if first.device.kind not in launchers:
         _plan_on_host(v, block_size, max_window, ring_buffer_len, pad_slot_id, move_cursors)
-        return
+        return None
     batch = letters["batch"]
     if batch == 0:
-        return
+        return None
     if batch > MAX_BATCH:
         raise ValueError(f"src_slots: expected a batch of at most {MAX_BATCH}, got {batch}")
     record: Any = PlanMaterializeParams()
@@ -196,8 +197,10 @@ def plan_views(
     slots = v["src_slots"]
     assert slots is not None
     stream = current_stream(slots)
-    Plan(PlanMaterializeKey(), (1, 1, 1), (threads, 1, 1), record, first.device).launch(stream)
+    plan = Plan(PlanMaterializeKey(), (1, 1, 1), (threads, 1, 1), record, first.device)
+    plan.launch(stream)
     wait_for_jax(v.values(), first.device, stream)
+    return plan
 
 
 def _plan_on_host(

@@ -506,6 +506,8 @@ def test_host(numpy_for_cupy, monkeypatch, capsys):
         "host time of one eager stack.step that allocates out with CuPy arrays: 2.5 us",
         "host time of one bound step with CuPy arrays: 2.5 us",
         "host time of one eager stack.advance with CuPy arrays: 1.5 us",
+        "host time of one eager stack.materialize with CuPy arrays: 1.5 us",
+        "host time of one eager stack.materialize_blocks with CuPy arrays: 1.5 us",
     ]
 
 

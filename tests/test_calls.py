@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import replayssm_cupy as ssm
-from replayssm_cupy import calls, decode, keys, layer_stack, ops, plan, slots
+from replayssm_cupy import calls, decode, keys, layer_stack, ops, plan, slots, snapshots
 from replayssm_cupy.arrays import Device, _cupy_kind, _dense_cupy_kind, _Matcher, kinds_of, view
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,9 +28,13 @@ class Recorder:
     def launch(self, plan: plan.Plan, stream: int) -> None:
         self.launches.append((plan, bytes(plan.record)))
 
-    def latest(self) -> tuple[object, ...]:
-        plan, record = self.launches[-1]
-        return plan.key, plan.grid, plan.block, plan.pdl, record
+    def latest(self) -> list[tuple[object, ...]]:
+        """The last launch; of a snapshot the plan before it too."""
+        count = 2 if isinstance(self.launches[-1][0].key, keys.MaterializeKey) else 1
+        return [
+            (plan.key, plan.grid, plan.block, plan.pdl, record)
+            for plan, record in self.launches[-count:]
+        ]
 
 
 @pytest.fixture
@@ -158,7 +162,31 @@ def a_stack_advance(put):
     return stack.advance, lambda: counts(put), {"slots", "reset", "force_flush"}
 
 
-CALLS = (a_step, an_ssu, an_update, an_advance, a_stack_advance)
+def a_snapshot(put):
+    stack = a_stack(put)
+    stack.refresh([put(-np.ones(H, np.float32)) for _ in range(2)])
+
+    def arguments() -> dict[str, Any]:
+        rows = {"src_slots": [4, 0, 2], "dst_slots": [5, 1, 3], "prefix_len": [3, 0, -1]}
+        return {name: put(np.array(row, np.int32)) for name, row in rows.items()}
+
+    return stack.materialize, arguments, set()
+
+
+def a_snapshot_of_blocks(put):
+    stack = a_stack(put)
+    stack.refresh([put(-np.ones(H, np.float32)) for _ in range(2)])
+
+    def arguments() -> dict[str, Any]:
+        rows = {"src_slots": [4, 0, 2], "dst_slots": [5, 1, 3], "committed_lens": [7, 8, 9],
+                "num_accepted": [1, 2, 1]}  # fmt: skip
+        arrays = {name: put(np.array(row, np.int64)) for name, row in rows.items()}
+        return arrays | {"block_size": 4}
+
+    return stack.materialize_blocks, arguments, set()
+
+
+CALLS = (a_step, an_ssu, an_update, an_advance, a_stack_advance, a_snapshot, a_snapshot_of_blocks)
 
 
 @pytest.fixture
@@ -173,6 +201,8 @@ def unchecked(monkeypatch) -> Callable[[], None]:
             monkeypatch.setattr(module, "decode", looked)
         for module in (slots, layer_stack.slot_ops):
             monkeypatch.setattr(module, "advance_views", looked)
+        for name in ("plan_views", "materialize_views"):
+            monkeypatch.setattr(snapshots, name, looked)
 
     return stop
 
@@ -285,7 +315,8 @@ def test_options_of_another_type_are_not_taken_for_equal(make, put, recorder):
 def test_kinds_that_take_turns_are_all_remembered(make, put, recorder, unchecked):
     """Buffers of two layouts, for instance; of more than a few the latest are kept."""
     function, arguments, _ = make(put)
-    name = "query_lens" if "query_lens" in arguments() else "A"
+    several = ("query_lens", "A", "prefix_len", "num_accepted")
+    name = next(name for name in several if name in arguments())
     forms = []
     for stride in range(1, calls.MOST_KINDS + 2):
         given = arguments()
@@ -445,6 +476,28 @@ def test_packing():
         assert not packing.fill(one, wrong)
         assert [getattr(record, name) for name in names] == expected
     assert one.pointers == [4, 8, 16, 1, 12, 24]
+
+
+def test_snapshots_follow_their_scratch(put, recorder):
+    """More rows than slots take new room: what was remembered points to the old."""
+    materialize, arguments, _ = a_snapshot(put)
+    given = arguments()
+    materialize(**given)
+    materialize(**{name: put(np.full(S + 1, -1, np.int32)) for name in given})
+    room = [launched.record.replay_prefix_len for launched, _ in recorder.launches[-2:]]
+    materialize(**given)
+    again = [launched.record.replay_prefix_len for launched, _ in recorder.launches[-2:]]
+    assert len({*room}) == 1 and again == room
+
+
+def test_a_checked_snapshot_is_checked_again(put, recorder, unchecked):
+    materialize, arguments, _ = a_snapshot(put)
+    given = arguments()
+    materialize(**given)
+    unchecked()
+    materialize(**given)
+    with pytest.raises(AssertionError, match="checked again"):
+        materialize(**given, check=True)
 
 
 def test_without_a_launcher_the_reference_runs(put, recorder):

@@ -99,6 +99,8 @@ def test_nearest_codes_of_many_patterns_and_every_bfloat16(backend, state_dtype)
     every_bf16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     x = np.concatenate([patterns.view(np.float32), every_bf16])
     x = x[~np.isnan(x)]
+    if state_dtype == "int8":  # a row's scale bounds its values
+        x = x[np.abs(x) < 127.5]
     with np.errstate(invalid="ignore", over="ignore"):
         expected = numerics.round_to_code(x, state_dtype)
     got = probe(backend, f"code_probe<{CPP[state_dtype]}>", x, 0)

@@ -62,16 +62,20 @@ def test_small_form_asks_for_everything_before_it_waits(nvdisasm, tmp_path, stat
     assert max(copies) < min(waits)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_snapshot_asks_for_all_of_a_slab_at_once(nvdisasm, tmp_path, state_dtype):
-    """State and B of a slab are on their way before a lane waits."""
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_a_snapshot_asks_for_a_slab_before_it_waits(nvdisasm, tmp_path, arch, state_dtype):
+    """The first slab is on its way before the rows of B are waited for, the next one before a slab
+    is stored; a copy asks for sixteen vectors at once."""
     key = MaterializeKey(state_dtype, "bfloat16", 128)
-    code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90"))
-    first = next(i for i, text in enumerate(code) if "SHFL" in text)
-    wide = [text for text in code[:first] if re.search(r"\bLDG?\.E\.128\b", text)]
-    copied = folded = 16 * 128 * {"float32": 4, "bfloat16": 2}[state_dtype] // 32 // 16
-    rows = 2 * 128 * 2 // 4 // 16 if state_dtype == "bfloat16" else 0  # narrower loads otherwise
-    assert len(wide) == copied + folded + rows
+    code = instructions(disassemble(nvdisasm, tmp_path, key, arch))
+    asks = [i for i, text in enumerate(code) if re.search(r"\bLDG\.E\.128\b", text)]
+    waits = [i for i, text in enumerate(code) if re.search(r"\b(MOVM|SHFL)\b", text)]
+    stores = [i for i, text in enumerate(code) if re.search(r"\bSTG?\.E\.128\b", text)]
+    copied, folded = 16, 4 if state_dtype == "int8" else 8
+    assert len([i for i in asks if i < waits[0]]) == copied + folded
+    loops = 1 if state_dtype == "float32" else 2  # to nearest and stochastically
+    assert len([i for i in asks if waits[0] < i < stores[-1]]) == loops * folded
 
 
 @pytest.mark.parametrize(

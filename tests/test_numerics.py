@@ -618,6 +618,15 @@ def test_encode_of_rows_with_one_documented_outcome(name, noise):
         assert to_float(codes[row["smallest"]]).tolist() == [*smallest, 0, 0]
 
 
+def test_int8_values_need_no_bounds_once_they_are_scaled():
+    """The kernels round them without: a row's largest is 127 or the next number."""
+    significands = np.arange(0x3F800000, 0x40000000, dtype=np.uint32).view(np.float32)
+    for power in (-126, -117, -110, -1, 0, 60, 126):
+        amax = significands * np.float32(2.0**power)
+        scaled = amax * (np.float32(127) / np.maximum(amax, np.float32(127 * 2.0**-117)))
+        assert scaled.max() <= np.nextafter(np.float32(127), np.float32(128))
+
+
 # 127 * fp32(1 / fp32(127 / max)) would be one unit above max; no other row overflows.
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "int8"])
 def test_the_largest_fp32_number_stays_finite(name):

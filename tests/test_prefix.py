@@ -22,6 +22,7 @@ from runs import (
 
 import replayssm_cupy as ssm
 from replayssm_cupy.arrays import view
+from replayssm_cupy.schedule import Processor
 
 CASE = Case(Shape("prefix", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=9)
 KINDS = ("state", "x_cache", "B_cache", "dt_cache", "A", "state_scale")
@@ -228,15 +229,15 @@ def test_same_bits_as_a_flush(place, state_dtype, activation_dtype, rounds):
                                    "seven-heads-per-group", "widest"])  # fmt: skip
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "int8"])
 def test_every_head_dim_and_dstate(place, shape, state_dtype):
-    case = Case(SHAPES[shape], 1, 16, state_dtype, num_slots=4)
+    case = Case(SHAPES[shape], 1, 16, state_dtype, num_slots=7)
     rng = np.random.default_rng(4)
     layers = make_layers(place, case, 2, rng)
     start = layers.pools[0].ring_start
-    layers.materialize([0, 1], [2, 3], start[:2], [16, 5])
+    layers.materialize([0, 1, 2], [3, 4, 5], start[:3], [16, 5, 0])
     for layer, pools in enumerate(layers.pools):
         got = layers.snapshot(layer)
-        same_bits(got, pools, [0, 1])
-        for src, dst, prefix in ((0, 2, 16), (1, 3, 5)):
+        same_bits(got, pools, [0, 1, 2, 6])
+        for src, dst, prefix in ((0, 3, 16), (1, 4, 5), (2, 5, 0)):
             exact = exact_prefix(pools, layers.A[layer], src, int(start[src]), prefix)
             assert_state(got, dst, exact, state_dtype, f"layer {layer}, {src} to {dst}")
 
@@ -262,6 +263,23 @@ def test_24_layers_with_slots_of_their_own(place, state_dtype, activation_dtype)
             assert_state(got, dst[layer, request], exact, state_dtype, f"layer {layer}")
             written.append(dst[layer, request])
         same_bits(got, pools, np.setdiff1d(np.arange(case.num_slots), written), f"layer {layer}")
+
+
+@pytest.mark.parametrize("nheads", [5, 14])
+def test_fewer_warps_than_work(place, monkeypatch, nheads):
+    """Twelve warps go from head to head, to the next layer and to the next request."""
+    monkeypatch.setattr("replayssm_cupy.prefix.processor", lambda device: Processor(1, 227 << 10))
+    case = Case(Shape("odd", nheads, 1, 64, 64), 2, 6, num_slots=8)
+    layers = make_layers(place, case, 3, np.random.default_rng(12))
+    src, dst, length = np.arange(4), 4 + np.arange(4), np.array([3, 0, 6, 1])
+    start = layers.pools[0].ring_start
+    layers.materialize(src, dst, start[:4], length)
+    for layer, pools in enumerate(layers.pools):
+        got = layers.snapshot(layer)
+        same_bits(got, pools, src)
+        for slot in src:
+            exact = exact_prefix(pools, layers.A[layer], slot, int(start[slot]), int(length[slot]))
+            assert_state(got, dst[slot], exact, "float32", f"layer {layer}, slot {slot}")
 
 
 def test_the_list_ends_at_its_first_negative_entry(place):

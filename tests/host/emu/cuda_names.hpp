@@ -148,6 +148,11 @@ inline float __int_as_float(int x) { return emu::bit_cast<float>(x); }
 inline int __float2int_rn(float x) { return int(std::nearbyintf(x)); }
 inline int __float2int_rz(float x) { return int(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_rd(float a, float b) {  // where a double holds the sum exactly
+  const double sum = double(a) + double(b);
+  const float nearest = float(sum);
+  return nearest > sum ? std::nextafterf(nearest, -INFINITY) : nearest;
+}
 inline unsigned __brev(unsigned v) {
   unsigned r = 0;
   for (int i = 0; i < 32; ++i) r |= (v >> i & 1u) << (31 - i);

@@ -9,6 +9,9 @@ namespace ptx {
 inline float flush_subnormal(float x) {
   return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x;
 }
+inline float max_magnitude(float a, float b) {
+  return a != a || b != b ? __uint_as_float(0x7fffffffu) : std::fmax(a, std::fabs(b));
+}
 inline float ex2(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
 
 // ------------------------------------------------------------------------------------------ mma
@@ -73,6 +76,12 @@ inline uint32_t movmatrix(uint32_t row) {
     std::memcpy(&out[i], slots[(column + i) * 4 + group / 2] + group % 2 * 2, 2);
   return out[0] | uint32_t(out[1]) << 16;
 }
+
+// -------------------------------------------------------------------------------- global memory
+
+inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
+inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 
 // -------------------------------------------------------------------------------- shared memory
 
