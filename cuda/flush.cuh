@@ -84,7 +84,7 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay, fold.decay};
-#pragma unroll 1
+#pragma unroll 2
   for (int J = 0; J < kPieces; ++J) {
     const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
     float2 folded[2][kPairsOfPiece];

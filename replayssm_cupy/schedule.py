@@ -20,7 +20,6 @@ from .keys import (
 
 SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
-MOST_WARPS = 8  # of a block that streams
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
 
@@ -116,12 +115,17 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
 
 def slabs_of_stage(bytes_of_row: int) -> int:
     """kSlabsOfStage."""
-    return 2 if bytes_of_row <= 256 else 1
+    return 2 if bytes_of_row <= 128 else 1
+
+
+def most_warps(key: CheckpointingSsuKey) -> int:
+    """Of a block: kMostThreads / 32."""
+    return 12 if itemsize(key.state_dtype) == 2 and key.token_tiles == 1 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     """That a warp takes at once."""
-    heads_of_warp = step.batch * step.nheads / (on.count * MOST_WARPS)
+    heads_of_warp = step.batch * step.nheads / (on.count * 8)
     if key.state_dtype == "float32" or heads_of_warp < 4:
         return 1
     return 4 if heads_of_warp >= 12 else 2
@@ -130,7 +134,8 @@ def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
-    A warp takes several heads of a group at once where it will have many: they share B and C.
+    A warp takes several heads of a group at once where it will have many: they share B and C. The
+    last items of a block are single heads.
     """
     items = -(-step.heads_per_group // most_heads(key, step, on))
     heads = -(-step.heads_per_group // items)
@@ -144,10 +149,19 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         scales=2 * step.head_dim,
     )  # fmt: skip
     size = share["bytes_of_share"]
-    warps = max(1, min(MOST_WARPS, (on.shared_bytes - LIST_BYTES) // size))
+    warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    share |= {"heads_of_item": heads, "items_of_group": items}
+    share |= {
+        "heads_of_item": heads,
+        "items_of_group": items,
+        "split_items": split_items(heads, warps),
+    }
     return Schedule(key, blocks, 32 * warps, LIST_BYTES + warps * size, share)
+
+
+def split_items(heads: int, warps: int) -> int:
+    """As many as the warps do in about a round."""
+    return warps if heads > 1 else 0
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
