@@ -22,6 +22,7 @@ from runs import (
 
 import replayssm_cupy as ssm
 from replayssm_cupy.arrays import view
+from replayssm_cupy.schedule import Processor
 
 CASE = Case(Shape("prefix", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=9)
 KINDS = ("state", "x_cache", "B_cache", "dt_cache", "A", "state_scale")
@@ -262,6 +263,23 @@ def test_24_layers_with_slots_of_their_own(place, state_dtype, activation_dtype)
             assert_state(got, dst[layer, request], exact, state_dtype, f"layer {layer}")
             written.append(dst[layer, request])
         same_bits(got, pools, np.setdiff1d(np.arange(case.num_slots), written), f"layer {layer}")
+
+
+@pytest.mark.parametrize("nheads", [5, 14])
+def test_fewer_warps_than_work(place, monkeypatch, nheads):
+    """Twelve warps go from head to head, to the next layer and to the next request."""
+    monkeypatch.setattr("replayssm_cupy.prefix.processor", lambda device: Processor(1, 227 << 10))
+    case = Case(Shape("odd", nheads, 1, 64, 64), 2, 6, num_slots=8)
+    layers = make_layers(place, case, 3, np.random.default_rng(12))
+    src, dst, length = np.arange(4), 4 + np.arange(4), np.array([3, 0, 6, 1])
+    start = layers.pools[0].ring_start
+    layers.materialize(src, dst, start[:4], length)
+    for layer, pools in enumerate(layers.pools):
+        got = layers.snapshot(layer)
+        same_bits(got, pools, src)
+        for slot in src:
+            exact = exact_prefix(pools, layers.A[layer], slot, int(start[slot]), int(length[slot]))
+            assert_state(got, dst[slot], exact, "float32", f"layer {layer}, slot {slot}")
 
 
 def test_the_list_ends_at_its_first_negative_entry(place):

@@ -684,7 +684,7 @@ EDITS = {
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
-        ("snapshot forgets the next layer", "params.nheads, ++layer;", "params.nheads;"),
+        ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
             "head / params.heads_per_group * params.B_cache_group_stride",
