@@ -100,25 +100,16 @@ struct Worker {
 
   // ---- what it asks for -------------------------------------------------------------------------
 
-  // Takes the block's next item, and asks for its rows; heads is 0 behind the last one. The last
-  // items come head by head, so that warps end together.
+  // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
   __device__ __forceinline__ void take_item(int parity, bool after_flush) {
     const unsigned of_group = params.items_of_group, in_group = params.heads_per_group;
     const unsigned of_request = of_group * (params.nheads / in_group);
-    const unsigned most = params.heads_of_item, items = (listed.x + listed.y) * of_request;
-    const unsigned whole = items - min(items, params.split_items * gridDim.x);
-    do {
-      unsigned index = take(list.taken) * gridDim.x + blockIdx.x, part = 0, heads = most;
-      if (index >= whole) {
-        const unsigned of_split = index - whole;
-        index = whole + of_split / most, part = of_split % most, heads = 1;
-      }
-      const unsigned n = index / of_request, of_n = index - n * of_request, in_n = of_n / of_group;
-      const unsigned first = (of_n - in_n * of_group) * most + part;
-      next.n = n, next.group = in_n, next.head = in_n * in_group + first, next.heads = 0;
-      if (index >= items) return;
-      next.heads = min(static_cast<int>(heads), static_cast<int>(in_group - first));
-    } while (next.heads <= 0);
+    const unsigned index = take(list.taken) * gridDim.x + blockIdx.x, n = index / of_request;
+    const unsigned of_n = index - n * of_request, in_n = of_n / of_group;
+    const unsigned first = (of_n - in_n * of_group) * params.heads_of_item;
+    next.n = n, next.group = in_n, next.head = in_n * in_group + first, next.heads = 0;
+    if (next.n >= listed.x + listed.y) return;
+    next.heads = min(params.heads_of_item, static_cast<int>(in_group - first));
     const Request of_item = request(next);
     next.state =
         reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;
@@ -339,9 +330,9 @@ struct Worker {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// Narrow states leave room for more warps, if their registers suffice.
+// 16-bit states leave room for more warps; a fold of an 8-bit one wants the registers.
 template <class State, int kTokenTiles>
-constexpr int kMostThreads = kTokenTiles == 1 ? 384 : 256;
+constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)

@@ -35,17 +35,25 @@ struct Target {
     }
   }
 
-  // A whole row of an 8-bit state, which is encoded when all of it is known: row g or g + 8. The
-  // two ways to round are apart, so that the common one runs through short code.
-  __device__ __forceinline__ void put_row(const float2 (&folded)[kDstate / 8], int half,
-                                          const Lane& lane) {
-    State* to = slab + 8 * half * kDstate;
+  // Whole rows of an 8-bit state. The two ways to round are apart, so that the common one runs
+  // through short code.
+  __device__ __forceinline__ void put_rows(const float2 (&folded)[2][kDstate / 8],
+                                           const Lane& lane) {
     if (stochastic()) {
-      store_scaled_row<State, true, kDstate / 64>(to, scale + 8 * half, offset(to), folded,
-                                                  Rounding(params), lane);
+      put_rows<true>(folded, Rounding(params), lane);
     } else {
-      store_scaled_row<State, false, kDstate / 64>(to, scale + 8 * half, offset(to), folded,
-                                                   Rounding(), lane);
+      put_rows<false>(folded, Rounding(), lane);
+    }
+  }
+
+  template <bool kStochastic>
+  __device__ __forceinline__ void put_rows(const float2 (&folded)[2][kDstate / 8],
+                                           const Rounding& rounding, const Lane& lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      State* to = slab + 8 * h * kDstate;
+      store_scaled_row<State, kStochastic, kDstate / 64>(to, scale + 8 * h, offset(to), folded[h],
+                                                         rounding, lane);
     }
   }
 };
@@ -101,36 +109,33 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
   }
 }
 
-// The same for an 8-bit state: row g, and then row g + 8, so that few values wait for their scale.
-// `scales` decode row g and, 8 behind, row g + 8 as they were.
+// The same for an 8-bit state, whose rows are encoded when all of them is known. `scales` decode
+// row g and, 8 behind, row g + 8 as they were.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
                                                  const SlabTile<State, kDstate>& slab,
-                                                 const unsigned char* B, Fold<State> fold,
+                                                 const unsigned char* B, const Fold<State>& fold,
                                                  const float* scales, const Lane& lane) {
   constexpr int kPieces = kDstate / 64;
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
-  auto pieces = slab.pieces(lane);
-#pragma unroll 1
-  for (int h = 0; h < 2; ++h) {
-    const float decay = fold.decay * scales[8 * h];
-    float2 folded[kDstate / 8];
+  const auto pieces = slab.pieces(lane);
+  const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
+  float2 rows[2][kDstate / 8];
 #pragma unroll
-    for (int J = 0; J < kPieces; ++J) {
-      const uint4 piece = pieces.load(0, J);
+  for (int J = 0; J < kPieces; ++J) {
+    const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
 #pragma unroll
-      for (int q = 0; q < 8; q += 2) {
-        const uint4 b = operands[16 * (8 * J + q)];
-        float2 stored[2];
-        piece_pairs<State>(piece, q, stored);
-        folded[8 * J + q] = fold_pair<State, Act>(stored[0], b.x, b.y, decay, fold);
-        folded[8 * J + q + 1] = fold_pair<State, Act>(stored[1], b.z, b.w, decay, fold);
-      }
+    for (int q = 0; q < 8; q += 2) {
+      const uint4 b = operands[16 * (8 * J + q)];
+      const int r = 8 * J + q;
+      float2 u[2], l[2];
+      piece_pairs<State>(upper, q, u);
+      piece_pairs<State>(lower, q, l);
+      fold_pair<State, Act>(rows[0][r], rows[1][r], u[0], l[0], b.x, b.y, decay, fold);
+      fold_pair<State, Act>(rows[0][r + 1], rows[1][r + 1], u[1], l[1], b.z, b.w, decay, fold);
     }
-    target.put_row(folded, h, lane);
-    fold.swap_rows();
-    pieces.swap_rows();
   }
+  target.put_rows(rows, lane);
 }
 
 }  // namespace replay

@@ -62,7 +62,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_group split_items parts bytes_of_share at_group at_head at_outputs
+            heads_of_item items_of_group parts bytes_of_share at_group at_head at_outputs
             at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
         ),
     ]

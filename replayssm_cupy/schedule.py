@@ -134,8 +134,7 @@ def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
-    A warp takes several heads of a group at once where it will have many: they share B and C. The
-    last items of a block are single heads.
+    A warp takes several heads of a group at once where it will have many: they share B and C.
     """
     items = -(-step.heads_per_group // most_heads(key, step, on))
     heads = -(-step.heads_per_group // items)
@@ -151,17 +150,8 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     size = share["bytes_of_share"]
     warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    share |= {
-        "heads_of_item": heads,
-        "items_of_group": items,
-        "split_items": split_items(heads, warps),
-    }
+    share |= {"heads_of_item": heads, "items_of_group": items}
     return Schedule(key, blocks, 32 * warps, LIST_BYTES + warps * size, share)
-
-
-def split_items(heads: int, warps: int) -> int:
-    """As many as the warps do in about a round."""
-    return warps if heads > 1 else 0
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
