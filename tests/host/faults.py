@@ -754,6 +754,16 @@ EDITS = {
         ("null address passes", "addresses[table] == 0 || ", ""),
         ("request listed twice passes", "if (before == request) report", "if (false) report"),
         ("request behind the end passes", "if (before < 0) report", "if (false) report"),
+        ("fold repeated passes", "params.folds[slot] == step.stamp", "false"),
+        ("forced folds leave no stamp", "forced || replay::flushes(", "replay::flushes("),
+        ("every step leaves a stamp", "if (step.folds)", "if (true)"),
+        ("stamp without ring_start", "live + start * ", "live + 0 * "),
+        ("step without tokens may not follow", "q > 0 || forced,", "true,"),
+        (
+            "only the first layer forgets folds",
+            "layer < params.layers; ++layer) {\n    params.f",
+            "layer < 1; ++layer) {\n    params.f",
+        ),
     ],
 }
 FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in edits)
