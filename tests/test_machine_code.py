@@ -65,17 +65,21 @@ def test_small_form_asks_for_everything_before_it_waits(nvdisasm, tmp_path, stat
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_a_snapshot_asks_for_a_slab_before_it_waits(nvdisasm, tmp_path, arch, state_dtype):
-    """The first slab is on its way before the rows of B are waited for, the next one before a slab
-    is stored; a copy asks for sixteen vectors at once."""
+    """The first slab is on its way before the rows of B are waited for. The next one is asked for
+    before a slab is stored where folding is slow, else behind. A copy asks for eight vectors at
+    once."""
     key = MaterializeKey(state_dtype, "bfloat16", 128)
     code = instructions(disassemble(nvdisasm, tmp_path, key, arch))
     asks = [i for i, text in enumerate(code) if re.search(r"\bLDG\.E\.128\b", text)]
     waits = [i for i, text in enumerate(code) if re.search(r"\b(MOVM|SHFL)\b", text)]
     stores = [i for i, text in enumerate(code) if re.search(r"\bSTG?\.E\.128\b", text)]
-    copied, folded = 16, 4 if state_dtype == "int8" else 8
+    copied, folded = 8, 4 if state_dtype == "int8" else 8
     assert len([i for i in asks if i < waits[0]]) == copied + folded
     loops = 1 if state_dtype == "float32" else 2  # to nearest and stochastically
-    assert len([i for i in asks if waits[0] < i < stores[-1]]) == loops * folded
+    assert len([i for i in asks if i > waits[0]]) == loops * folded
+    folding = "".join("a" if i in asks else "s" for i in sorted(asks + stores) if i > waits[0])
+    first, then = ("a", "s") if state_dtype == "int8" else ("s", "a")
+    assert re.fullmatch(f"({first}+{then}+){{{loops}}}", folding)
 
 
 @pytest.mark.parametrize(
