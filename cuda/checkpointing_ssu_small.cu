@@ -177,12 +177,12 @@ struct Head {
     if constexpr (convert::kScaled<State>) scale_rows(acc, scales(), lane);
   }
 
-  __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
+  __device__ __forceinline__ void finish(float (&acc)[1][kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
     const Weights<kTokenTiles> of_head(weights(), weight_shape, window, lane);
-    finish_slab(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
-                outputs(), window, lane);
+    finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
+                 params.head_dim, outputs(), window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
@@ -267,14 +267,14 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   const Window& window = request.window;
   const RowMap map = {window.start, params.ring_buffer_len};
   const bool reads = block.has_slab();
-  float acc[kTokenTiles][4] = {};
+  float acc[1][kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
   if (block.prepares_C()) block.prepare_C(window, map);
-  if (reads && !kScaledC<State, Act>) block.read_out(acc, window);
+  if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the products are there, and C
   if (block.prepares_dt()) block.prepare_weights(window, decays, constant);
-  if (reads && kScaledC<State, Act>) block.read_out(acc, window);
+  if (reads && kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the weights are there
   if (block.prepares_dt()) {
     block.append(request);

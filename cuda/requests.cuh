@@ -43,7 +43,7 @@ struct alignas(128) RequestList {
 // One after another, for the warp.
 __device__ __forceinline__ int take(int& counter) {
   int taken = 0;
-  if ((threadIdx.x & 31) == 0) taken = atomicAdd(&counter, 1);
+  if ((threadIdx.x & 31) == 0) taken = ptx::atomic_add_shared(ptx::to_smem(&counter), 1);
   return __shfl_sync(kAllLanes, taken, 0);
 }
 

@@ -145,13 +145,25 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
-        scales=2 * step.head_dim,
+        scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
     )  # fmt: skip
     size = share["bytes_of_share"]
     warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    share |= {"heads_of_item": heads, "items_of_group": items}
+    of_sequence = step.nheads // step.heads_per_group * items
+    share |= {
+        "heads_of_item": heads,
+        "items_of_sequence": of_sequence,
+        "items_of_group": items,
+        "inverse_items_of_sequence": inverse(of_sequence),
+        "inverse_items_of_group": inverse(items),
+    }
     return Schedule(key, blocks, 32 * warps, LIST_BYTES + warps * size, share)
+
+
+def inverse(divisor: int) -> int:
+    """As `divide` of cuda/checkpointing_ssu.cu takes it."""
+    return -(-(1 << 44) // divisor)
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
