@@ -64,7 +64,6 @@ struct CheckpointingSsuParams {
   int zero_padding;                           // 1: rows of `out` of padding become 0
   int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
   int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
-  int parts;                                             // blocks of a head, in the small form
   // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
   // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
   int bytes_of_share;
