@@ -168,7 +168,6 @@ struct Worker {
   __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
                                          int& place, int parity) {
     __syncwarp();  // all lanes have read it
-    const int64_t head_bytes = params.state_head_stride * static_cast<int>(sizeof(State));
     const int later = s + kStages - stages();  // of the next head, or of this one if negative
     const unsigned char* from = item.state + (later + stages()) * kStageBytes;
     bool any = true;
