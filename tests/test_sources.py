@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "mamba2_weights": {"errors", "keys"},
     "resources": {"compiler", "keys", "schedule"},
     # The frameworks, each in files of its own that nothing else imports.
+    "torch": {"checks", "keys", "layer_stack", "torch_ops"},
     "torch_ops": {"arrays", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
@@ -99,10 +100,11 @@ LIBRARIES = {
     "slots": {"numpy"},
     "snapshots": {"numpy"},
     "speculative": {"numpy"},
+    "torch": {"torch", "transformers"},
     "torch_ops": {"torch"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
-ADAPTERS = {"torch_ops": {"torch"}}  # import these at their head
+ADAPTERS = {"torch": {"torch", "transformers"}, "torch_ops": {"torch"}}  # imported at their head
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
