@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "mamba2_weights": {"errors", "keys"},
     "resources": {"compiler", "keys", "schedule"},
     # The frameworks, each in files of its own that nothing else imports.
+    "jax_ops": {"arrays", "compiler", "keys", "ops", "slots"},
     "torch": {"checks", "keys", "layer_stack", "torch_ops"},
     "torch_ops": {"arrays", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
@@ -86,6 +87,7 @@ LIBRARIES = {
     "demo_prefix": {"numpy"},
     "demo_report": {"tqdm"},
     "doctor": {"numpy", "cupy", "cuda"},
+    "jax_ops": {"jax"},
     "layer_stack": {"numpy"},
     "mamba2": {"numpy"},
     "mamba2_weights": {"numpy", "ml_dtypes", "safetensors"},
@@ -104,7 +106,8 @@ LIBRARIES = {
     "torch_ops": {"torch"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
-ADAPTERS = {"torch": {"torch", "transformers"}, "torch_ops": {"torch"}}  # imported at their head
+# Imported at their head.
+ADAPTERS = {"jax_ops": {"jax"}, "torch": {"torch", "transformers"}, "torch_ops": {"torch"}}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
