@@ -183,7 +183,7 @@ class _States:
             dt = _limited(dt, weights["dt_bias"], limits)
             weights |= {"dt_bias": None, "dt_softplus": False}
         # A convolution leaves the channels of several tokens apart.
-        x, B, C = x.contiguous(), B.contiguous(), C.contiguous()
+        x, B, C = (a if a.stride(-1) == 1 else a.contiguous() for a in (x, B, C))
         return self.stack.step(layer, x, dt, A, B, C, **weights)
 
     def scan(
