@@ -11,7 +11,7 @@ arrays are a pytree that goes in and comes out::
     def decode(arrays, inputs, slots, accepted):
         for layer, (x, dt, A, B, C, D) in enumerate(inputs):
             y, arrays = jax_ops.step(arrays, layer, x, dt, A, B, C, D, slots=slots)
-        return y, jax_ops.advance(arrays, slots, accepted)
+        return y, jax_ops.advance(arrays, slots, accepted, query_lens=1)
 
 Inside ``jax.jit`` with the arrays donated nothing is copied: XLA hands their memory to the kernels,
 on the stream on which it works, through ``jax.experimental.buffer_callback`` (jax 0.6.1 and newer,
@@ -44,7 +44,7 @@ Array = Any  # jax has no types where it is not installed
     jax.tree_util.register_dataclass,
     data_fields=("states", "state_scales", "x_caches", "B_caches", "dt_caches", "ring_start",
                  "prev_num_accepted_tokens"),
-    meta_fields=("npredicted", "max_window"),
+    meta_fields=("max_window",),
 )  # fmt: skip
 @dataclass(frozen=True)
 class StackArrays:
@@ -56,7 +56,8 @@ class StackArrays:
     state_scales : for each layer (num_slots, nheads, head_dim) float32 beside 8-bit states, or ().
     x_caches, B_caches, dt_caches : the rings of each layer, as in ``checkpointing_ssu``.
     ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
-    npredicted, max_window : the most tokens of a step, and of those that wait; not traced.
+    max_window : W, the most tokens that wait in the rings, an int. The rings' other rows are for
+        the new tokens of a step.
     """
 
     states: Sequence[Array]
@@ -66,7 +67,6 @@ class StackArrays:
     dt_caches: Sequence[Array]
     ring_start: Array
     prev_num_accepted_tokens: Array
-    npredicted: int
     max_window: int
 
     def specs(self, axis: str) -> StackArrays:
@@ -116,7 +116,6 @@ def stack_arrays(
         [zeros((num_slots, nheads, rows), "float32") for _ in layers],
         zeros((num_slots,), "int32"),
         zeros((num_slots,), "int32"),
-        npredicted,
         max_window,
     )
 
@@ -174,6 +173,8 @@ def step_layers(
     for layer in chosen:
         if not 0 <= layer < len(arrays.states):
             raise ValueError(f"layer: expected 0 to {len(arrays.states) - 1}, got {layer}")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers: expected each layer once, got {chosen}")
     fields = [name for name in _CHANGED if getattr(arrays, name)]
     changed = [getattr(arrays, name)[layer] for layer in chosen for name in fields]
     outs = [given["x"] for given in inputs]
@@ -197,7 +198,7 @@ def advance(
     arrays: StackArrays,
     slots: Array | None,
     num_accepted: Array,
-    query_lens: int | Array | None = None,
+    query_lens: int | Array,
     *,
     reset: Array | None = None,
     force_flush: Array | None = None,
@@ -205,13 +206,12 @@ def advance(
 ) -> StackArrays:
     """The arrays with the cursors of `slots` moved after a step; see :func:`advance_ring`.
 
-    `query_lens` is the step's length, an int or (batch,) int32; None is `npredicted`.
+    `query_lens` is the step's length, an int or (batch,) int32: the flush went by it.
     """
-    length = arrays.npredicted if query_lens is None else query_lens
-    number = length if isinstance(length, int) else None
+    number = query_lens if isinstance(query_lens, int) else None
     read = {"slots": slots, "reset": reset, "force_flush": force_flush,
             "num_accepted": num_accepted,
-            "query_lens": None if number is not None else length}  # fmt: skip
+            "query_lens": query_lens if number is None else None}  # fmt: skip
     cursors = [arrays.ring_start, arrays.prev_num_accepted_tokens]
     rows = arrays.x_caches[0].shape[2]
     move = _Advance(number, arrays.max_window, rows, pad_slot_id)

@@ -88,7 +88,7 @@ def loop(arrays: Any, given: dict[str, Any], accepted: Any) -> Any:
     for layer in range(LAYERS):
         y, arrays = jax_ops.step(arrays, layer, **given, slots=slots)
         outs.append(y)
-    return outs, jax_ops.advance(arrays, slots, accepted)
+    return outs, jax_ops.advance(arrays, slots, accepted, 2)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "int8", "float8_e4m3fn"])
@@ -229,7 +229,7 @@ def fresh():
     return replace(arrays, states=[jax.device_put(state, devices[0])])
 def loop(arrays, x, dt, A, B, C, D, slots, accepted):
     y, arrays = jax_ops.step(arrays, 0, x, dt, A, B, C, D, slots=slots)
-    return y, jax_ops.advance(arrays, slots, accepted)
+    return y, jax_ops.advance(arrays, slots, accepted, 2)
 one, many = fresh(), fresh()
 axis, tokens = many.specs("heads"), P(None, None, "heads")
 inputs = (tokens, tokens, P("heads"), tokens, tokens, P("heads"), P(), P())
@@ -295,6 +295,10 @@ def test_errors():
         jax_ops.step(arrays, 2, **given)
     with pytest.raises(ValueError, match=r"^inputs: expected 2 layers' arguments, got 1$"):
         jax_ops.step_layers(arrays, [given])
+    slots = given["slots"]
+    tokens_of = {name: array for name, array in given.items() if name != "slots"}
+    with pytest.raises(ValueError, match=r"^layers: expected each layer once, got \[1, 1\]$"):
+        jax_ops.step_layers(arrays, [tokens_of] * 2, layers=[1, 1], slots=slots)
     wrong = given | {"dt": given["dt"][:, :1]}
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"dt: expected .*, got \(3, 1, 4\)"):
         jax.block_until_ready(jax_ops.step(arrays, 0, **wrong))
