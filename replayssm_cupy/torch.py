@@ -68,6 +68,7 @@ class ReplayMamba2Cache(DynamicCache):  # type: ignore[misc]  # Any where it is 
         stochastic_rounding: bool | int = False,
     ) -> None:
         mixers = [module for module in getattr(model, "modules", list)() if _is_mixer(module)]
+        mixers.sort(key=lambda mixer: mixer.layer_idx)  # as they are called
         if not mixers:
             got = type(model).__name__
             raise TypeError(f"model: expected a Mamba-2 model of transformers, got {got}")
@@ -110,8 +111,9 @@ class ReplayMamba2Cache(DynamicCache):  # type: ignore[misc]  # Any where it is 
 
         Needs ``activate_past_recording`` before that call, as assisted generation does.
         """
-        self._states.crop(abs(tokens_to_remove))
+        self._states.check_removal(abs(tokens_to_remove))
         super().crop(tokens_to_remove)
+        self._states.removed += abs(tokens_to_remove)
 
     def reset(self) -> None:
         """Empties the cache for new sequences; the memory stays."""
@@ -144,7 +146,7 @@ class _States:
         self._before = self._seen = 0  # tokens before the call at work, and with it
         self._prompt = True  # whether that call is a prompt, or as long as one
         self._pending = 0  # tokens of the latest step, appended to the rings
-        self._removed = 0  # of them
+        self.removed = 0  # of them
 
     def begin(self, layer: int, x: Tensor, B: Tensor, recording: bool) -> LayerStack:
         """The stack, ready for a layer's tokens x (batch, tokens, nheads, head_dim) and their B."""
@@ -220,17 +222,16 @@ class _States:
         scales = self.stack.state_scales
         return state.float() * scales[layer][..., None] if scales else state
 
-    def crop(self, tokens: int) -> None:
-        if tokens > self._pending - self._removed:
+    def check_removal(self, tokens: int) -> None:
+        most = self._pending - self.removed
+        if tokens > most:
             raise ValueError(
-                f"tokens_to_remove: expected at most the {self._pending - self._removed} last "
-                f"tokens of the latest call (npredicted = {self._options['npredicted']}), "
-                f"got {tokens}"
+                f"tokens_to_remove: expected at most the {most} last tokens of the latest call "
+                f"(npredicted = {self._options['npredicted']}), got {tokens}"
             )
-        self._removed += tokens
 
     def reset(self) -> None:
-        self._before = self._seen = self._pending = self._removed = 0
+        self._before = self._seen = self._pending = self.removed = 0
         if self.stack is not None:
             self.stack.reset()
 
@@ -245,9 +246,9 @@ class _States:
         """Moves the cursors behind the tokens of the latest step that were not removed."""
         if self._pending:
             assert self.stack is not None
-            like, accepted = self.stack.ring_start, self._pending - self._removed
+            like, accepted = self.stack.ring_start, self._pending - self.removed
             self.stack.advance(None, torch.full_like(like, accepted), self._pending)
-        self._pending = self._removed = 0
+        self._pending = self.removed = 0
 
     def _make_stack(self, x: Tensor, B: Tensor) -> LayerStack:
         activation = str(x.dtype).removeprefix("torch.")

@@ -308,6 +308,20 @@ def test_tokens_that_cannot_be_taken_back():
         cache.crop(-2)
 
 
+def test_a_refused_crop_changes_nothing():
+    """transformers refuses it where the cache was not told to record."""
+    model, ids = tiny("Mamba2"), prompt()
+    mine, right = (ReplayMamba2Cache(model) for _ in range(2))
+    with torch.no_grad():
+        for cache in (mine, right):
+            model(ids, cache=cache)
+            model(ids[:, :1], cache=cache)
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            mine.crop(-1)
+        logits = [model(ids[:, 1:2], cache=cache).logits for cache in (mine, right)]
+    assert torch.equal(*logits)
+
+
 def test_another_batch():
     model = tiny("Mamba2")
     cache = ReplayMamba2Cache(model)
