@@ -339,23 +339,41 @@ def test_default_caches_stay_without_assisted_generation():
         greedy(model, prompt(), prompt_lookup_num_tokens=3)
 
 
-# --- CUDA ----------------------------------------------------------------------------------------
+# --- 16 bits, and CUDA ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", PRESENT)
+def test_bfloat16(family, device):
+    """The same tokens into both; rounding to 16 bits moves the logits by some per cent anyway."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA device")
+    model, ids = tiny(family, 97, device, "bfloat16"), prompt(2, 32, device=device)
+    caches = ReplayMamba2Cache(model), DynamicCache(config=model.config)
+    results = []
+    for mine in caches:
+        logits = []
+        for first, last in ((0, 10), *((i, i + 1) for i in range(10, 32))):
+            positions = torch.arange(first, last, device=device).expand(2, -1)
+            with torch.no_grad():
+                y = model(ids[:, first:last], cache=mine, position_ids=positions).logits
+            logits.append(y[:, -1].float())
+        results.append(torch.stack(logits))
+    assert caches[0].stack.device.kind == device
+    assert caches[0].stack.activation_dtype == "bfloat16"
+    assert (results[0] - results[1]).norm() < 0.06 * results[1].norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", PRESENT)
-def test_cuda(family):
-    """In bfloat16 the two round differently: the first tokens agree, and drafts change nothing."""
+def test_drafts_on_cuda(family):
     if not torch.cuda.is_available():
         pytest.skip("PyTorch has no CUDA device")
-    model, ids = tiny(family, 5, "cuda", "bfloat16"), prompt(vocab=5, device="cuda")
-    cache = ReplayMamba2Cache(model)
-    plain = greedy(model, ids, 40, cache=cache)
-    assert cache.stack.device.kind == "cuda"
-    expected = greedy(model, ids, 40)
-    assert torch.equal(plain[:, :16], expected[:, :16])
-    drafted = greedy(model, ids, 40, cache=ReplayMamba2Cache(model), prompt_lookup_num_tokens=5)
-    assert torch.equal(drafted[:, :16], plain[:, :16])
+    model, ids = tiny(family, 3, "cuda", "bfloat16"), prompt(vocab=3, device="cuda")
+    cache = Recording(model)
+    drafted = greedy(model, ids, 30, cache=cache, prompt_lookup_num_tokens=5)
+    assert drafted.shape == (1, 42)
+    assert len(cache.removed) < 30 and sum(cache.removed)
 
 
 @pytest.mark.gpu
