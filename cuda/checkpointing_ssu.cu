@@ -167,7 +167,7 @@ struct Worker {
   // `item` has more heads to come if `left` is not 0.
   __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
                                          int& place, int parity) {
-    __syncwarp();  // all lanes have read it
+    __syncwarp();                              // all lanes have read it
     const int later = s + kStages - stages();  // of the next head, or of this one if negative
     const unsigned char* from = item.state + (later + stages()) * kStageBytes;
     bool any = true;
