@@ -1,7 +1,9 @@
 // Checked mode: looks at what only the device knows before a step runs, and reports the first
 // fault.
 //
-// One block per batch row. Writes nothing but `report`: violation, batch row, value, legal bound.
+// One block per batch row. The checks write nothing but `report`: violation, batch row, value,
+// legal bound. Folds are stamped when a step has passed its check: once a slot's live rows are in
+// its state, a step with the same cursors would count them twice.
 #include "replay.cuh"
 
 template <class Params, class Kind>
@@ -49,6 +51,22 @@ __device__ __forceinline__ void check_finite(const CheckStepParams& params, int 
   }
 }
 
+// What a step does with the cursors of a slot.
+struct Step {
+  int64_t stamp;      // of the cursors, never 0
+  bool reads, folds;  // the live rows
+};
+
+__device__ __forceinline__ Step step_of(const CheckStepParams& params, int row, int start,
+                                        int live) {
+  int q = params.npredicted;
+  if (params.cu_seqlens != nullptr) q = params.cu_seqlens[row + 1] - params.cu_seqlens[row];
+  const bool forced = live > 0 && params.force_flush != nullptr &&
+                      params.force_flush[row * params.force_flush_stride] != 0;
+  const int64_t stamp = 1 + live + start * (int64_t{1} + params.max_window);
+  return {stamp, q > 0 || forced, forced || replay::flushes(live, q, params.max_window)};
+}
+
 __global__ void __launch_bounds__(128, 1)
     check_step(const __grid_constant__ CheckStepParams params) {
   const int row = blockIdx.x;
@@ -74,11 +92,42 @@ __global__ void __launch_bounds__(128, 1)
   if (threadIdx.x == 0 && !live_is_legal) {
     report(params, kPrevNumAcceptedTokens, row, live, params.max_window);
   }
+  if (threadIdx.x == 0 && params.folds != nullptr) {
+    const Step step = step_of(params, row, start, live);
+    if (step.reads && params.folds[slot] == step.stamp) {
+      report(params, kFoldedTwice, row, live, start);
+    }
+  }
   for (int other = threadIdx.x; other < row; other += blockDim.x) {
     if (replay::find_slot(params, other) == slot) report(params, kDuplicateSlot, row, slot, other);
   }
   if (params.check_finite && start_is_legal && live_is_legal) {
     check_finite(params, row, slot, start, live);
+  }
+}
+
+// One thread per batch row, behind a check that found nothing.
+__global__ void __launch_bounds__(128, 1)
+    stamp_folds(const __grid_constant__ CheckStepParams params) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= params.batch) return;
+  const int64_t slot = replay::find_slot(params, row);
+  if (slot < 0) return;
+  const Step step =
+      step_of(params, row, params.ring_start[slot * params.ring_start_stride],
+              params.prev_num_accepted_tokens[slot * params.prev_num_accepted_tokens_stride]);
+  if (step.folds) params.folds[slot] = step.stamp;
+}
+
+// One thread per batch row: cursors that have moved may come back to a stamp.
+__global__ void __launch_bounds__(128, 1)
+    forget_folds(const __grid_constant__ ForgetFoldsParams params) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= params.batch) return;
+  const int64_t slot = replay::find_slot(params, row);
+  if (slot < 0) return;
+  for (int layer = 0; layer < params.layers; ++layer) {
+    params.folds[int64_t{layer} * params.num_slots + slot] = 0;
   }
 }
 

@@ -4,10 +4,10 @@
 //   S_dst = exp(c_m) S_src + sum_{j < m} exp(c_m - c_j) dt_j x_j B_j^T,   m = 0: a plain copy
 //
 // Equals reference.materialize; to nearest, the same bits as a flush of these rows. Persistent grid
-// of four-warp blocks. A warp works on one head at a time, on its slabs of 16 rows p in turn: while
-// it folds one, the next is on its way. Heads come first, then layers, then the requests of the
-// active list, up to its first negative entry. Reads source states and the first m ring rows;
-// writes destination states and scales, never a ring or a cursor.
+// of four-warp blocks. A warp works on one head at a time, on its slabs of 16 rows p in turn: the
+// next is on its way before the warp turns to it. Heads come first, then layers, then the requests
+// of the active list, up to its first negative entry. Reads source states and the first m ring
+// rows; writes destination states and scales, never a ring or a cursor.
 #include "fold.cuh"
 
 using namespace replay;
@@ -22,6 +22,11 @@ constexpr int kResident = (sizeof(State) == 2 ? 4 : 3) - (kDstate > 128);
 // registers. A row of an 8-bit state has as many, and needs all of them for its scale.
 template <class State, int kDstate>
 constexpr int kColumns = kDstate * sizeof(State) < 256 ? kDstate : 256 / sizeof(State);
+
+// Folding a slab takes long for 8-bit states, and for rings whose values are two terms: the next
+// one is asked for meanwhile. Else it is asked for behind the last store, in longer bursts.
+template <class State, class Act>
+constexpr bool kAsksEarly = sizeof(State) == 1 || kExactTerms<Act> == 2;
 
 // B of the rows that each warp folds, as operands: those of a lane, of pairs r and r + 1, lie
 // together, and it alone writes and reads them.
@@ -123,7 +128,7 @@ template <class State, class Act, int kDstate>
 __device__ __forceinline__ void copy_head(const MaterializeParams& params,
                                           const Item<State, Act>& item, const Lane& lane) {
   if (item.src == item.dst) return;
-  constexpr int kAtOnce = 16, kMostScales = 4;  // of a lane; a head has up to 128 rows
+  constexpr int kAtOnce = 8, kMostScales = 4;  // of a lane; a head has up to 128 rows
   State* storage = item.storage(params);
   const uint4* from =
       reinterpret_cast<const uint4*>(storage + item.state_at(params, item.src)) + lane.index;
@@ -184,15 +189,37 @@ struct Destination {
     }
   }
 
+  // Encodes both rows as `store_scaled_row` does. Even lanes find the scale of row g, odd ones that
+  // of row g + 8: the divisions of a slab are done once.
+  __device__ __forceinline__ void put_scaled_rows(const Lane& lane) {
+    const bool odd = lane.t & 1;
+    const float amax[2] = {largest(rows[0]), largest(rows[1])};
+    const float theirs = __shfl_xor_sync(kAllLanes, odd ? amax[0] : amax[1], 1);
+    const float half = ptx::max_magnitude(odd ? amax[1] : amax[0], theirs);
+    const float whole = ptx::max_magnitude(half, __shfl_xor_sync(kAllLanes, half, 2));
+    const convert::RowScale mine = convert::row_scale<State>(whole);
+    const float other = __shfl_xor_sync(kAllLanes, mine.encode, 1);
+    if (lane.t < 2) scale[8 * lane.t] = mine.decode;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const convert::RowScale row = {odd == (h == 1) ? mine.encode : other, 0.0f};
+#pragma unroll
+      for (int J = 0; J < kDstate / 64; ++J) {
+        const int64_t at = offset + 8 * h * kDstate + 64 * J;
+        float2 piece[8];
+#pragma unroll
+        for (int q = 0; q < 8; ++q) piece[q] = row.scaled(rows[h][8 * J + q]);
+        const uint4 codes = encode_piece_of_row<State, kStochastic>(piece, rounding, at);
+        ptx::st_global_v4(storage + at, make_uint4(row.stored(codes.x), row.stored(codes.y),
+                                                   row.stored(codes.z), row.stored(codes.w)));
+      }
+    }
+  }
+
   // Stores what waits, and moves on to the next slab.
   __device__ __forceinline__ void finish(const Lane& lane) {
     if constexpr (convert::kScaled<State>) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int64_t at = offset + 8 * h * kDstate;
-        store_scaled_row<State, kStochastic, kDstate / 64>(storage + at, scale + 8 * h, at, rows[h],
-                                                           rounding, lane);
-      }
+      put_scaled_rows(lane);
       scale += kRows;
     }
     offset += kRows * kDstate;
@@ -225,6 +252,11 @@ struct Source {
     }
   }
 
+  __device__ __forceinline__ void ask_for_pieces(Slab& slab) const {
+#pragma unroll
+    for (int J = 0; J < Slab::kPieces; ++J) ask_for_piece(slab, J);
+  }
+
   // All the rest.
   __device__ __forceinline__ void ask_for_rows(Slab& slab) const {
 #pragma unroll
@@ -233,7 +265,9 @@ struct Source {
       for (int h = 0; h < 2; ++h) {
         slab.x[i][h] = live[i] ? ptx::ld_global_u32(x[i] + 8 * h) : 0u;
       }
-      if constexpr (convert::kScaled<State>) slab.scale[i] = scale[8 * i];
+      if constexpr (convert::kScaled<State>) {
+        slab.scale[i] = __uint_as_float(ptx::ld_global_u32(scale + 8 * i));
+      }
     }
   }
 
@@ -281,7 +315,7 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
     const Fold<State> fold = prepare_fold<State, Act>(weights, x);
     float decay[2] = {fold.decay, fold.decay};
     if constexpr (convert::kScaled<State>) decay[0] *= slab.scale[0], decay[1] *= slab.scale[1];
-    if (left > 0) source.ask_for_rows(slab);
+    if (kAsksEarly<State, Act> && left > 0) source.ask_for_rows(slab);
 #pragma unroll
     for (int J = 0; J < Slab::kPieces; ++J) {
       const uint4 upper = slab.pieces[J][0], lower = slab.pieces[J][1];
@@ -296,10 +330,14 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
         fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay,
                               fold);
       }
-      if (left > 0) source.ask_for_piece(slab, J);
+      if (kAsksEarly<State, Act> && left > 0) source.ask_for_piece(slab, J);
       target.put(folded, J);
     }
     target.finish(lane);
+    if (!kAsksEarly<State, Act> && left > 0) {
+      source.ask_for_pieces(slab);
+      source.ask_for_rows(slab);
+    }
   }
 }
 
@@ -321,8 +359,7 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
     source.x[i] = item.x_row(params, 8 * i + lane.g) + 2 * lane.t;
   }
   Slab slab;
-#pragma unroll
-  for (int J = 0; J < Slab::kPieces; ++J) source.ask_for_piece(slab, J);
+  source.ask_for_pieces(slab);
   source.ask_for_rows(slab);
   __syncwarp();  // else the compiler asks for all of this when B has come
   prepare_B<State, Act, kDstate>(B, params, item, column, lane);

@@ -255,6 +255,7 @@ enum Violation : int {
   kXNotFinite = 6,
   kBNotFinite = 7,
   kDtNotFinite = 8,
+  kFoldedTwice = 9,
 };
 
 struct CheckStepParams {
@@ -263,10 +264,12 @@ struct CheckStepParams {
   const int* prev_num_accepted_tokens;  // (num_slots,)
   const void* slots;                    // (batch,) or null: slot = batch row
   const int* cu_seqlens;                // (batch + 1,) or null
+  const unsigned char* force_flush;     // (batch,) or null
   const float* dt_cache;                // (num_slots, nheads, ring_buffer_len)
   const void* x_cache;                  // (num_slots, nheads, ring_buffer_len, head_dim)
   const void* B_cache;                  // (num_slots, ngroups, ring_buffer_len, dstate)
-  int64_t ring_start_stride, prev_num_accepted_tokens_stride, slots_stride;
+  int64_t* folds;  // (num_slots,) of the layer or null: cursors that were folded at, or 0
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride, slots_stride, force_flush_stride;
   int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
@@ -276,6 +279,14 @@ struct CheckStepParams {
   int slots_type;    // IndexType
   int ring_type;     // FloatType of x_cache and B_cache
   int check_finite;  // 1: live ring rows must be finite
+};
+
+struct ForgetFoldsParams {
+  int64_t* folds;     // (layers, num_slots)
+  const void* slots;  // (batch,) or null: slot = batch row
+  int64_t slots_stride, pad_slot_id;
+  int num_slots, batch, layers;
+  int slots_type;  // IndexType
 };
 
 // What a check of the metadata of `materialize` found.

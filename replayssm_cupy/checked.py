@@ -9,9 +9,11 @@ import ctypes
 import os
 from typing import Any
 
-from .arrays import current_stream, device_guard, empty_like_framework, view
+from .arrays import View, current_stream, device_guard, empty_like_framework, view
 from .decode_checks import Options, Views
 from .errors import ReplaySSMError
+from .folds import MESSAGE as FOLDED_TWICE
+from .folds import stamp_on_device
 from .keys import CheckStepKey
 from .plan import FLOAT_TYPES, CheckStepParams, Plan
 
@@ -39,8 +41,10 @@ _MODES: dict[object, bool | str] = {
 }
 
 
-def check_step(plan: Plan, views: Views, options: Options) -> None:
+def check_step(plan: Plan, views: Views, options: Options, folds: View | None = None) -> None:
     """Checked mode: a kernel looks at what only the device knows, and the host waits for it.
+
+    `folds` (num_slots,) are the stamps of a stack's layer; a step that passes leaves its own.
 
     Raises :class:`ReplaySSMError` naming the array, the batch row, the value and the legal range.
     """
@@ -63,6 +67,7 @@ def check_step(plan: Plan, views: Views, options: Options) -> None:
     record.tokens = 0 if ends is None else x.shape[1]
     record.ring_type = FLOAT_TYPES[x_cache.dtype]
     record.check_finite = int(options.check == "finite")
+    record.folds = None if folds is None else folds.ptr
     report = empty_like_framework(x, (4,), "int64", plan.device)
     with device_guard(plan.device):
         report[...] = 0
@@ -72,6 +77,9 @@ def check_step(plan: Plan, views: Views, options: Options) -> None:
         violation, row, value, bound = (int(number) for number in report.tolist())
     if violation:
         raise ReplaySSMError(_VIOLATIONS[violation].format(row=row, value=value, bound=bound))
+    if folds is not None:
+        with device_guard(plan.device):
+            stamp_on_device(record, plan, stream)
 
 
 _VIOLATIONS = {
@@ -89,4 +97,5 @@ _VIOLATIONS = {
         "row {value} of batch row {row}"
         for index, name in enumerate(("x_cache", "B_cache", "dt_cache"))
     },
+    9: FOLDED_TWICE,
 }

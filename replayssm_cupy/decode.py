@@ -25,6 +25,7 @@ from .calls import MOST_CALLS, BoundCall, PlanPool, Seen
 from .checked import check_step
 from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
+from .folds import check_and_stamp_on_host
 from .keys import SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
@@ -40,8 +41,13 @@ from .scratch import SCRATCH
 _plans: dict[object, Plan] = {}
 
 
-def decode(views: Views, out: Any, options: Options, seen: Seen | None = None) -> Any:
-    """A decode step over views; with rings the replay step, without them the plain update."""
+def decode(
+    views: Views, out: Any, options: Options, seen: Seen | None = None, folds: View | None = None
+) -> Any:
+    """A decode step over views; with rings the replay step, without them the plain update.
+
+    `folds` are the stamps of a stack's layer, for checked mode.
+    """
     x = views["x"]
     assert x is not None
     fresh = out is None
@@ -52,13 +58,13 @@ def decode(views: Views, out: Any, options: Options, seen: Seen | None = None) -
         plan = plan_of(views, options)
         if plan.grid[0]:
             if options.check:
-                check_step(plan, views, options)
+                check_step(plan, views, options, folds)
             _launch(plan, views)
         if seen is not None and not options.check:
             seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
     else:
         canonical, window = check_decode(views, options)
-        _run_on_host(canonical, options, window)
+        _run_on_host(canonical, options, window, folds)
     return to_framework(out, x) if fresh else out
 
 
@@ -231,7 +237,7 @@ def _index_type(array: View | None) -> int:
     return INDEX_TYPES[array.dtype] if array is not None else 0
 
 
-def _run_on_host(v: Views, options: Options, max_window: int) -> None:
+def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None) -> None:
     arrays: dict[str, Any] = {
         name: None if a is None else as_numpy(a) for name, a in v.items() if name not in SCRATCH
     }
@@ -251,5 +257,7 @@ def _run_on_host(v: Views, options: Options, max_window: int) -> None:
         reference.selective_state_update_cpu(storage, **arrays)
         return
     check_host_arrays(arrays, options, max_window)
+    if folds is not None:
+        check_and_stamp_on_host(folds, arrays, options.pad_slot_id, max_window)
     prev = arrays.pop("prev_num_accepted_tokens")
     reference.checkpointing_ssu_cpu(storage, prev=prev, max_window=max_window, **arrays)

@@ -24,6 +24,8 @@ work under ``lax.scan``, and under ``jax.shard_map`` with the heads split over d
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +35,7 @@ import jax
 from jax.experimental.buffer_callback import buffer_callback
 
 from . import compiler, ops
-from .arrays import dtype_name
+from .arrays import dtype_name, itemsize, view
 from .keys import SCALED_DTYPES
 from .slots import advance_ring, reset_slots
 
@@ -259,6 +261,25 @@ def _on_stream(context: Any, array: Any) -> Iterator[None]:
 _DLPACK_CPU = 1
 
 
+def _carry_over(context: Any, results: Sequence[Any], changed: Sequence[Any]) -> None:
+    """Copies what a call changes to where its result is, if XLA gives that memory of its own.
+
+    It does so for a slice of a loop's result, aliases or not.
+    """
+    for result, array in zip(results, changed, strict=False):
+        to, source = view(result, "result"), view(array, "array")
+        size = math.prod(to.shape) * itemsize(to.dtype)
+        if to.ptr == source.ptr or size == 0:
+            continue
+        if to.device.kind == "cpu":
+            ctypes.memmove(to.ptr, source.ptr, size)
+        else:
+            runtime = compiler.import_cupy().cuda.runtime
+            runtime.memcpyAsync(
+                to.ptr, source.ptr, size, runtime.memcpyDeviceToDevice, context.stream
+            )
+
+
 @dataclass(frozen=True)
 class _Stream:
     handle: int
@@ -278,10 +299,11 @@ class _Steps:
     pad_slot_id: int
 
     def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
-        *_, read, inputs = given
+        *changed, read, inputs = given
         size = len(self.fields)
         outs = results[size * len(inputs) :]
         with _on_stream(context, results[0]):
+            _carry_over(context, results, changed)
             for place, (tokens, out) in enumerate(zip(inputs, outs, strict=True)):
                 mine = results[place * size : (place + 1) * size]
                 pools = {_ARGUMENTS[name]: b for name, b in zip(self.fields, mine, strict=True)}
@@ -300,9 +322,11 @@ class _Advance:
 
     def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
         start, prev = results
-        read: dict[str, Any] = dict(given[-1])
+        *changed, last = given
+        read: dict[str, Any] = dict(last)
         query_lens, accepted = read.pop("query_lens"), read.pop("num_accepted")
         with _on_stream(context, start):
+            _carry_over(context, results, changed)
             advance_ring(
                 start, prev, accepted, query_lens if self.query_len is None else self.query_len,
                 max_window=self.max_window, ring_buffer_len=self.ring_buffer_len,
@@ -318,6 +342,7 @@ class _Reset:
     def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
         start, prev, *rest = results
         with _on_stream(context, start):
+            _carry_over(context, results, given[:-1])
             reset_slots(
                 start, prev, given[-1]["slots"], rest[: self.layers], self.pad_slot_id,
                 state_scales=rest[self.layers :],

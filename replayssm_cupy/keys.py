@@ -124,6 +124,22 @@ class CheckStepKey:
 
 
 @dataclass(frozen=True, slots=True)
+class StampFoldsKey:
+    """Checked mode: which slots a step folds; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "check.cu"
+    name_expression: ClassVar[str] = "stamp_folds"
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetFoldsKey:
+    """Checked mode: slots whose cursors have moved; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "check.cu"
+    name_expression: ClassVar[str] = "forget_folds"
+
+
+@dataclass(frozen=True, slots=True)
 class MaterializeKey:
     """States after a prefix of their rings: state and activation types and dstate."""
 
@@ -175,6 +191,8 @@ Key = (
     | ResetSlotsKey
     | LoadStateKey
     | CheckStepKey
+    | StampFoldsKey
+    | ForgetFoldsKey
     | MaterializeKey
     | PlanMaterializeKey
     | CheckMaterializeKey
@@ -192,6 +210,8 @@ def every_key() -> Iterator[Key]:
     yield AdvanceRingKey()
     yield ResetSlotsKey()
     yield CheckStepKey()
+    yield StampFoldsKey()
+    yield ForgetFoldsKey()
     for types in itertools.product(STATE_DTYPES, FLOAT_DTYPES):
         yield LoadStateKey(*types)
     for snapshot in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES):

@@ -13,6 +13,7 @@ from .arrays import (
     View,
     device_guard,
     empty_like_framework,
+    from_numpy,
     view,
 )
 from .calls import BoundCall, Seen, SeenCalls
@@ -24,9 +25,10 @@ from .checks import (
     pad_output_is_zero,
     untie,
 )
-from .decode import bind, decode
+from .decode import bind, decode, wait_for_jax
 from .decode_checks import Options
 from .errors import ReplaySSMError
+from .folds import Folds
 from .prefix_plan import check_block_size
 from .scratch import SCRATCH, check_algorithm
 from .snapshots import Snapshots
@@ -97,6 +99,10 @@ class LayerStack(StackArrays):
         A call may bring 1 to `npredicted` tokens per sequence, the same number in every layer.
         `dt_softplus` is on, as Mamba-2 has it. Appends to the layer's rings, rewrites its states
         on flush, returns out in the caller's framework. Cursors stay until :meth:`advance`.
+
+        Repeating a step before :meth:`advance` changes nothing, unless it flushes: then the live
+        rows are folded twice. `check` sees that beside what it sees in :func:`checkpointing_ssu`,
+        for cursors that move through the stack's own calls.
         """
         key = (
             layer, pad_slot_id, max_seqlen, type(layer), type(pad_slot_id), type(max_seqlen),
@@ -120,7 +126,7 @@ class LayerStack(StackArrays):
             algorithm,
         )  # fmt: skip
         seen = Seen(self._calls, key, x, arrays | {"out": out}, q)
-        y = decode(views, out, options, seen)
+        y = decode(views, out, options, seen, self._folds_of(layer) if options.check else None)
         self._last_query_len = q
         return y
 
@@ -221,6 +227,20 @@ class LayerStack(StackArrays):
         )
         return views, options, q if views["cu_seqlens"] is None else None
 
+    def _folds_of(self, layer: int) -> View:
+        """Where checked mode stamps the folds of a layer, from its first step on."""
+        if self._folds is None:
+            self._folds = Folds(self._first["state"], self.num_layers)
+        return self._folds.of_layer(layer)
+
+    def _forget_folds(self, slots: Any, pad_slot_id: int = -1) -> None:
+        """After the calls that may bring a slot's cursors back to a fold's. What else moves them
+        leaves them at 0, where there is nothing to fold, or further on."""
+        if self._folds is not None:
+            indices = optional_view(slots, "slots")
+            stream = self._folds.forget(indices, pad_slot_id)
+            wait_for_jax([indices], self.device, stream)
+
     def _seen(self) -> SeenCalls:
         """The calls that were seen before; they point to the seed, which a caller may replace."""
         if self.rand_seed is not self._seed_of_calls:
@@ -255,6 +275,8 @@ class LayerStack(StackArrays):
         )  # fmt: skip
         given = (num_accepted, each, slots, reset, force_flush)
         if self._seen().repeat(key, given, num_accepted) is not None:
+            if self._folds is not None:
+                self._forget_folds(slots, pad_slot_id)
             return
         arrays = dict(zip(slot_ops.ADVANCE_ARRAYS, given, strict=True))
         own = {name: self._views[0][name] for name in ("ring_start", "prev_num_accepted_tokens")}
@@ -267,6 +289,7 @@ class LayerStack(StackArrays):
             pad_slot_id,
             Seen(self._calls, key, num_accepted, arrays),
         )
+        self._forget_folds(slots, pad_slot_id)
 
     def flush_slots(self, A: Sequence[Any], slots: Any = None, pad_slot_id: int = -1) -> None:
         """Folds whatever is live in `slots` (None: all) into the states of all layers.
@@ -420,6 +443,7 @@ class LayerStack(StackArrays):
         left alone. `check` looks at the slots first; on the host that is always done.
         """
         self._whole_slots(check).copy(src_slots, dst_slots, False, pad_slot_id, check)
+        self._forget_folds(dst_slots, pad_slot_id)
 
     def fork(
         self, src_slots: Any, dst_slots: Any, *, pad_slot_id: int = -1, check: bool | str = False
@@ -429,6 +453,7 @@ class LayerStack(StackArrays):
         `src_slots` (batch,), `dst_slots` (batch, copies); negative ones are left out.
         """
         self._whole_slots(check).copy(src_slots, dst_slots, True, pad_slot_id, check)
+        self._forget_folds(dst_slots, pad_slot_id)
 
     def export_slots(self, slots: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Sequences as plain arrays on the host, tokens that wait in their rings included.
@@ -448,7 +473,9 @@ class LayerStack(StackArrays):
         Raises TypeError, ValueError or ReplaySSMError, before anything is written, where version,
         sizes, formats or byte counts differ or a checksum does not fit.
         """
-        slot_files.import_slots(self._whole_slots(), image, slots)
+        chosen = slot_files.import_slots(self._whole_slots(), image, slots)
+        if self._folds is not None:
+            self._forget_folds(from_numpy(np.array(chosen, np.int64), self._first["state"]))
 
     def _whole_slots(self, check: bool | str = False) -> Snapshots:
         """The tables, built at the first use; checked mode sees whether they are still true."""

@@ -66,7 +66,8 @@ def checkpointing_ssu(
     The new tokens are appended to the ring behind the live rows. The checkpoint is rewritten only
     if ``prev_num_accepted_tokens + npredicted > max_window`` (a flush): the live rows are folded
     into it, the new tokens are not. The cursors are read, not moved: call :func:`advance_ring`
-    once the accepted tokens are known. Repeating a step that does not flush changes nothing.
+    once the accepted tokens are known. Repeating a step that does not flush changes nothing;
+    repeating one that flushes, with the old cursors, folds the live rows twice.
 
     Parameters
     ----------

@@ -223,12 +223,12 @@ class CheckStepParams(ctypes.Structure):
     _fields_ = [
         *_fields(
             ctypes.c_void_p,
-            """report ring_start prev_num_accepted_tokens slots cu_seqlens
-            dt_cache x_cache B_cache""",
+            """report ring_start prev_num_accepted_tokens slots cu_seqlens force_flush
+            dt_cache x_cache B_cache folds""",
         ),
         *_fields(
             ctypes.c_int64,
-            """ring_start_stride prev_num_accepted_tokens_stride slots_stride
+            """ring_start_stride prev_num_accepted_tokens_stride slots_stride force_flush_stride
             dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
             x_cache_slot_stride x_cache_head_stride x_cache_row_stride
             B_cache_slot_stride B_cache_group_stride B_cache_row_stride pad_slot_id""",
@@ -238,6 +238,16 @@ class CheckStepParams(ctypes.Structure):
             """num_slots batch npredicted tokens nheads ngroups head_dim dstate
             max_window ring_buffer_len slots_type ring_type check_finite""",
         ),
+    ]
+
+
+class ForgetFoldsParams(ctypes.Structure):
+    """Stamps, slots and counts of ``forget_folds``."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "folds slots"),
+        *_fields(ctypes.c_int64, "slots_stride pad_slot_id"),
+        *_fields(ctypes.c_int32, "num_slots batch layers slots_type"),
     ]
 
 

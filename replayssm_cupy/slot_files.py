@@ -50,8 +50,8 @@ def export_slots(snapshots: Snapshots, slots: Any) -> dict[str, Array]:
     }
 
 
-def import_slots(snapshots: Snapshots, image: Mapping[str, Any], slots: Any) -> None:
-    """The way back: see :meth:`LayerStack.import_slots`."""
+def import_slots(snapshots: Snapshots, image: Mapping[str, Any], slots: Any) -> list[int]:
+    """The way back: see :meth:`LayerStack.import_slots`. Returns the slots that were written."""
     arrays = {
         name: _plain(image, name, dtype, rank)
         for name, dtype, rank in (
@@ -79,6 +79,7 @@ def import_slots(snapshots: Snapshots, image: Mapping[str, Any], slots: Any) -> 
     if len(chosen) != len(images):
         raise ValueError(f"slots: expected {len(images)} slots, one an image, got {len(chosen)}")
     snapshots.unpack(np.ascontiguousarray(images), header["live"], chosen)
+    return chosen
 
 
 def _check_images(images: Array, header: dict[str, Any], max_window: int) -> None:

@@ -33,6 +33,7 @@ from .checks import (
     named_device,
 )
 from .decode_checks import check_layout, check_window
+from .folds import Folds
 from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
@@ -52,6 +53,8 @@ _Stack = TypeVar("_Stack", bound="StackArrays")
 class StackArrays:
     """What a :class:`LayerStack` owns or borrows, where its arguments are described: states,
     scales, rings, cursors and the seed."""
+
+    _folds: Folds | None = None  # of checked mode, once it was used
 
     def __init__(
         self,
@@ -281,6 +284,9 @@ class StackArrays:
         self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
         self._A: list[Any] | None = None
         self._snapshots: Snapshots | None = None
+        layers = len(states)
+        if self._folds is not None and not self._folds.fits(first["state"], layers):
+            self._folds = None  # else kept: a captured graph may write there
 
     @property
     def _first(self) -> dict[str, View]:

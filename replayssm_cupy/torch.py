@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .checks import check_int
+from .checks import ALIGNMENT, check_int
 from .keys import ACTIVATION_DTYPES, MAX_TOKENS, MAX_WINDOW
 from .layer_stack import LayerStack
 from .torch_ops import layer_stack
@@ -184,8 +184,9 @@ class _States:
         if self._prompt and limits != (0.0, float("inf")):
             dt = _limited(dt, weights["dt_bias"], limits)
             weights |= {"dt_bias": None, "dt_softplus": False}
-        # A convolution leaves the channels of several tokens apart.
-        x, B, C = (a if a.stride(-1) == 1 else a.contiguous() for a in (x, B, C))
+        x, B, C = _readable(x), _readable(B), _readable(C)
+        if (z := weights.get("z")) is not None:
+            weights["z"] = _readable(z)
         return self.stack.step(layer, x, dt, A, B, C, **weights)
 
     def scan(
@@ -290,6 +291,15 @@ def _copy_of(stack: LayerStack) -> LayerStack:
         stochastic_rounding=False if stack.rand_seed is None else int(stack.rand_seed),
         philox_rounds=stack.philox_rounds,
     )
+
+
+def _readable(array: Tensor) -> Tensor:
+    """The tensor as kernels read it: a convolution leaves the channels of several tokens apart,
+    and what a projection is cut into may begin or step anywhere."""
+    unit = ALIGNMENT // array.element_size()
+    places = array.storage_offset(), *array.stride()[:-1]
+    aligned = array.stride(-1) == 1 and not any(place % unit for place in places)
+    return array if aligned else array.contiguous()
 
 
 def _limited(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float]) -> Tensor:

@@ -187,6 +187,160 @@ def test_stack(place, monkeypatch):
         stack.step(0, **given)
 
 
+# --- A flush repeated with old cursors (R17) -----------------------------------------------------
+
+FOLDED_TWICE = (
+    r"prev_num_accepted_tokens: expected cursors that advance\(\) has moved since the flush, got "
+    "the 5 live rows of it again at batch row 1: folded twice, step called again before advance"
+)
+FLUSHING = np.array([-1, 4, 2], np.int32)  # slots; the second has 5 live rows, the third 3
+ROOM = Case(Shape("folds", 4, 2, 64, 64), npredicted=2, max_window=6, num_slots=6)
+
+
+class Repeated:
+    """A stack of two layers whose steps take the same arrays again and again."""
+
+    def __init__(self, place, lengths=None) -> None:
+        self.place = place
+        self.stack = ssm.LayerStack(
+            2, 6, 4, 64, 2, 64, max_window=6, npredicted=2, device=device_of(place)
+        )
+        tokens = (3, 2) if lengths is None else (1, int(lengths[-1]))
+        step = make_step(ROOM, tokens[0], np.random.default_rng(1), q=tokens[1])
+        given = {**step.arrays(), "state_batch_indices": FLUSHING.copy()}
+        if lengths is not None:
+            given["cu_seqlens"] = np.array(lengths, np.int32)
+        self.given = {name: place.put(array) for name, array in given.items()}
+        self.given["slots"] = self.given.pop("state_batch_indices")
+        if lengths is not None:
+            self.given["max_seqlen"] = 2
+        rings = (*self.stack.x_caches, *self.stack.B_caches, *self.stack.dt_caches)
+        for array in (*rings, *self.stack.states):
+            array[...] = 0.5
+        self.set_cursors(7, 5)
+
+    def set_cursors(self, start: int, live: int) -> None:
+        self.stack.ring_start[...] = start
+        self.stack.prev_num_accepted_tokens[...] = live
+        self.stack.prev_num_accepted_tokens[2] = 3
+
+    def step(self, layer: int = 0, check: bool | str = True, **more):
+        return self.place.get(self.stack.step(layer, **self.given | more, check=check))
+
+    def advance(self, accepted=(2, 2, 2), **more) -> None:
+        put = {name: self.place.put(array) for name, array in more.items()}
+        accepted = self.place.put(np.array(accepted, np.int32))
+        self.stack.advance(self.given["slots"], accepted, **put)
+
+    def contents(self):
+        lists = self.stack.states, self.stack.x_caches, self.stack.B_caches, self.stack.dt_caches
+        return [bits(self.place.get(array)) for arrays in lists for array in arrays]
+
+    def refused(self, layer: int = 0, **more) -> None:
+        before = self.contents()
+        with pytest.raises(ssm.ReplaySSMError, match=f"^{FOLDED_TWICE}$"):
+            self.step(layer, **more)
+        assert all(np.array_equal(a, b) for a, b in zip(self.contents(), before, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 2, 4, 5)], ids=["fixed", "ragged"])
+def test_a_flush_before_advance_is_not_repeated(place, lengths):
+    calls = Repeated(place, lengths)
+    for layer in (0, 1):
+        calls.step(layer)
+    for layer in (1, 0):
+        calls.refused(layer)
+        calls.stack.refresh()
+    query_lens = {} if lengths is None else {"query_lens": np.diff(lengths).astype(np.int32)}
+    calls.advance((1, 1, 1), **query_lens)
+    for layer in (0, 1, 0):
+        calls.step(layer)
+
+
+def test_a_forced_flush_is_not_repeated_either(place):
+    """Nor is a step that would only read the rows which are in the state by now."""
+    calls = Repeated(place)
+    one = {name: calls.given[name][:, :1] for name in ("x", "dt", "B", "C", "z")}
+    forced = {"force_flush": place.put(np.array([0, 1, 0], np.uint8))}
+    calls.step(**one)
+    calls.step(**one, **forced)
+    calls.refused(**one)
+    calls.refused(**one, **forced)
+
+
+def test_what_leaves_the_live_rows_alone_may_follow_a_flush(place):
+    calls = Repeated(place, (0, 2, 4, 5))
+    calls.step()
+    calls.given["cu_seqlens"] = place.put(np.array([0, 2, 2, 4], np.int32))
+    calls.step()  # the flushed slot has no token
+    calls.given["slots"] = place.put(np.array([1, 4, 2], np.int32))
+    calls.step()
+
+
+def test_a_refused_step_leaves_no_stamp(place):
+    calls = Repeated(place)
+    calls.stack.ring_start[2] = 8
+    with pytest.raises((ssm.ReplaySSMError, ValueError), match=r"^ring_start: .*"):
+        calls.step()
+    calls.stack.ring_start[2] = 7
+    calls.step()
+    calls.refused()
+
+
+def test_cursors_that_come_back(place):
+    """Whatever moved them, and whether the steps between were checked or not."""
+    calls = Repeated(place)
+    stack, one = calls.stack, place.put(np.array([4], np.int32))
+    image = stack.export_slots([4])
+    other = place.put(np.array([[3, 5]], np.int32))
+    stack.fork(one, other)
+    for layer in (0, 1):
+        calls.step(layer)
+    stack.import_slots(image, [4])  # its ring starts at 0
+    calls.step(0)
+    stack.import_slots(image, [4])
+    for layer in (0, 1):
+        calls.step(layer)
+    calls.set_cursors(7, 5)
+    calls.step(1)
+    stack.copy_slots(place.put(np.array([3], np.int32)), one)
+    calls.step(1)
+    stack.fork(place.put(np.array([3], np.int32)), place.put(np.array([[-1, 4]], np.int32)))
+    for layer in (0, 1):
+        calls.step(layer)
+    for _ in range(2):  # the second time is a call that was seen before
+        calls.advance()
+        calls.set_cursors(7, 5)
+        for layer in (0, 1):
+            calls.step(layer)
+    calls.set_cursors(3, 5)
+    calls.step()
+
+
+def test_a_bound_step_is_not_repeated_either(place):
+    calls = Repeated(place)
+    out = place.put(np.zeros_like(place.get(calls.given["x"])))
+    bound = calls.stack.bind(1, **calls.given, out=out, check=True)
+    bound()
+    with pytest.raises(ssm.ReplaySSMError, match=f"^{FOLDED_TWICE}$"):
+        bound()
+    calls.advance()
+    bound()
+
+
+def test_folds_are_seen_from_the_environment(place, monkeypatch):
+    calls = Repeated(place)
+    calls.step(check=False)
+    assert calls.stack._folds is None
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    calls.step(check=False)
+    calls.refused(check=False)
+    weights = [calls.given["A"]] * 2
+    for _ in range(2):
+        calls.advance()
+        calls.stack.flush_slots(weights, calls.given["slots"])
+
+
 def test_check_costs_nothing_when_it_is_off(backend, monkeypatch):
     def refuse(*arguments) -> None:
         raise AssertionError("checked")
@@ -207,6 +361,7 @@ def test_violations_of_the_header():
     arrays = {"XNotFinite": "x_cache", "BNotFinite": "B_cache", "DtNotFinite": "dt_cache",
               "RingStart": "ring_start", "PrevNumAcceptedTokens": "prev_num_accepted_tokens",
               "DuplicateSlot": "state_batch_indices", "CuSeqlens": "cu_seqlens",
-              "SequenceLength": "cu_seqlens"}  # fmt: skip
+              "SequenceLength": "cu_seqlens",
+              "FoldedTwice": "prev_num_accepted_tokens"}  # fmt: skip
     for number, name in numbers.items():
         assert checked._VIOLATIONS[number].startswith(arrays[name] + ": ")

@@ -211,6 +211,17 @@ def test_vmap_runs_one_after_the_other(device):
         assert np.array_equal(get(outs[0][row]), get(right[0]))
 
 
+def test_results_with_memory_of_their_own():
+    """XLA may hand a callback results that are not where the operands are, aliases or not."""
+    cursors = [np.array([3, 1], np.int32), np.array([2, 4], np.int32)]
+    results = [np.full(2, 99, np.int32) for _ in cursors]
+    read = {"slots": None, "reset": None, "force_flush": None, "query_lens": None,
+            "num_accepted": np.array([1, 2], np.int32)}  # fmt: skip
+    jax_ops._Advance(2, 6, 8, -1)(None, results, *cursors, read)
+    assert [*results[0]] == [3, 1] and [*results[1]] == [3, 6]
+    assert [*cursors[0]] == [3, 1] and [*cursors[1]] == [2, 4]
+
+
 # --- Several devices -----------------------------------------------------------------------------
 
 SHARDED = """

@@ -866,28 +866,54 @@ def test_the_cursor_rule_and_the_kernel_agree(place):
             np.testing.assert_array_equal(values(place, stack, slot), oracle.state(slot, live))
 
 
-def test_a_single_token_can_be_folded_before_a_reset(place):
+@pytest.mark.parametrize("way", ["materialize", "force_flush"])
+def test_a_single_token_can_be_folded_before_a_reset(place, way):
     """R9. A prompt's last token goes through a decode step and is folded by force."""
     stack, _ = make_stack(place, CASE)
     oracle = Audit(CASE)
     feed(place, stack, oracle, [2], [1], q=1)
-    stack.refresh(weights(place, CASE, 2))
     one = integers(place, [2])
-    stack.materialize(one, one, integers(place, [1]))
-    assert cursors(place, stack, 2) == (1, 0)
+    if way == "materialize":
+        stack.refresh(weights(place, CASE, 2))
+        stack.materialize(one, one, integers(place, [1]))
+        assert cursors(place, stack, 2) == (1, 0)
+    else:
+        force = place.put(np.ones(1, np.uint8))
+        step, exact = oracle.propose([2], 1)
+        for out in step_all(place, stack, step, force_flush=force):
+            np.testing.assert_array_equal(float64(out), exact)
+        stack.advance(one, integers(place, [0]), force_flush=force)
+        assert cursors(place, stack, 2) == (1, 0)
     np.testing.assert_array_equal(values(place, stack, 2), oracle.state(2))
 
 
-def test_a_repeated_step_changes_nothing(place):
+@pytest.mark.parametrize("live", [0, 7, 12])
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_a_repeated_step_changes_nothing(place, state_dtype, live):
     """R17. The same step with unchanged cursors: the same bytes of everything."""
-    stack, _ = make_stack(place, CASE, 2, fill=True)
-    stack.prev_num_accepted_tokens[...] = 7
+    stack, _ = make_stack(place, replace(CASE, state_dtype=state_dtype), 2, fill=True)
+    stack.prev_num_accepted_tokens[...] = live
     step = make_step(CASE, 2, np.random.default_rng(5), slots=np.array([5, 1], np.int32))
     first = step_all(place, stack, step)
     before = contents(place, stack)
     again = step_all(place, stack, step)
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(first, again, strict=True))
     assert_same(contents(place, stack), before)
+
+
+def test_a_repeated_flush_folds_twice(place, monkeypatch):
+    """R17. What the documentation warns of; `test_checked.py` has the check that sees it."""
+    monkeypatch.delenv("REPLAYSSM_CHECK", raising=False)
+    stack, _ = make_stack(place, CASE)
+    oracle = Audit(CASE)
+    for _ in range(4):
+        feed(place, stack, oracle, [0], [4])
+    step, _ = oracle.propose([0], 4)
+    step_all(place, stack, step)
+    once = values(place, stack, 0)
+    assert once.any()
+    step_all(place, stack, step)
+    np.testing.assert_array_equal(values(place, stack, 0), 2 * once)
 
 
 def test_bytes_to_budget(place):

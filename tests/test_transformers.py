@@ -384,3 +384,16 @@ def test_float32_activations_on_cuda():
     message = r"^model: expected bfloat16 or float16 on a GPU, got float32$"
     with pytest.raises(TypeError, match=message):
         greedy(model, prompt(vocab=5, device="cuda"), 4, cache=ReplayMamba2Cache(model))
+
+
+def test_what_projections_are_cut_into_is_readable():
+    """Rows of an odd length, odd beginnings, and channels apart are copied; the rest is not."""
+    from replayssm_cupy.torch import _readable
+
+    whole = torch.zeros(4, 386, dtype=torch.bfloat16)
+    for cut in (whole[:, :64], whole[0, 1:65], whole[:, :64].T):
+        copied = _readable(cut)
+        assert copied.is_contiguous() and copied.data_ptr() != cut.data_ptr()
+        assert torch.equal(copied, cut)
+    even = torch.zeros(4, 384, dtype=torch.bfloat16)[:, 64:128]
+    assert _readable(even) is even

@@ -727,6 +727,14 @@ EDITS = {
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
+        ("slabs of wide states never asked for", "if (!kAsksEarly<State, Act> &&", "if (false &&"),
+        ("rows of a slab share a scale", "odd == (h == 1) ? mine.encode : other", "mine.encode"),
+        (
+            "largest of half a row",
+            "ptx::max_magnitude(half, __shfl_xor_sync(kAllLanes, half, 2))",
+            "half",
+        ),
+        ("scales of two rows swapped", "scale[8 * lane.t] =", "scale[8 - 8 * lane.t] ="),
         ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
@@ -797,6 +805,16 @@ EDITS = {
         ("null address passes", "addresses[table] == 0 || ", ""),
         ("request listed twice passes", "if (before == request) report", "if (false) report"),
         ("request behind the end passes", "if (before < 0) report", "if (false) report"),
+        ("fold repeated passes", "params.folds[slot] == step.stamp", "false"),
+        ("forced folds leave no stamp", "forced || replay::flushes(", "replay::flushes("),
+        ("every step leaves a stamp", "if (step.folds)", "if (true)"),
+        ("stamp without ring_start", "live + start * ", "live + 0 * "),
+        ("step without tokens may not follow", "q > 0 || forced,", "true,"),
+        (
+            "only the first layer forgets folds",
+            "layer < params.layers; ++layer) {\n    params.f",
+            "layer < 1; ++layer) {\n    params.f",
+        ),
     ],
 }
 FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in edits)
