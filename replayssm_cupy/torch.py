@@ -299,7 +299,7 @@ def _readable(array: Tensor) -> Tensor:
     unit = ALIGNMENT // array.element_size()
     places = array.storage_offset(), *array.stride()[:-1]
     aligned = array.stride(-1) == 1 and not any(place % unit for place in places)
-    return array if aligned else array.contiguous()
+    return array if aligned else array.clone(memory_format=torch.contiguous_format)
 
 
 def _limited(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float]) -> Tensor:
