@@ -21,6 +21,11 @@ template <class State, int kDstate>
 constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 2 : 1;
 constexpr int kStages = 2;
 
+// n / d where n * d < 2^44 and n / d < 2^20; `inverse` is 2^44 / d, rounded up.
+__device__ __forceinline__ unsigned divide(unsigned n, int64_t inverse) {
+  return static_cast<unsigned>(static_cast<uint64_t>(n) * static_cast<uint64_t>(inverse) >> 44);
+}
+
 // Heads of one group of sequence n, from `head` on. `state` is the lane's first byte of a head.
 struct Item {
   int n, group, head, heads;
@@ -31,6 +36,7 @@ template <class State, class Act, int kDstate, int kTokenTiles>
 struct Worker {
   using Slab = SlabTile<State, kDstate>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
+  static constexpr int kStageBytes = kStageSlabs * Slab::kBytes;
 
   const CheckpointingSsuParams& params;
   RequestList& list;
@@ -102,14 +108,16 @@ struct Worker {
 
   // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
   __device__ __forceinline__ void take_item(int parity, bool after_flush) {
-    const unsigned of_group = params.items_of_group, in_group = params.heads_per_group;
-    const unsigned of_request = of_group * (params.nheads / in_group);
-    const unsigned index = take(list.taken) * gridDim.x + blockIdx.x, n = index / of_request;
-    const unsigned of_n = index - n * of_request, in_n = of_n / of_group;
-    const unsigned first = (of_n - in_n * of_group) * params.heads_of_item;
-    next.n = n, next.group = in_n, next.head = in_n * in_group + first, next.heads = 0;
+    const unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
+    const unsigned n = divide(index, params.inverse_items_of_sequence);
+    const unsigned of_n = index - n * params.items_of_sequence;
+    const unsigned group = divide(of_n, params.inverse_items_of_group);
+    const unsigned in_group = of_n - group * params.items_of_group;
+    const int first = in_group * params.heads_of_item;
+    next.n = n, next.group = group, next.head = group * params.heads_per_group + first;
+    next.heads = 0;
     if (next.n >= listed.x + listed.y) return;
-    next.heads = min(params.heads_of_item, static_cast<int>(in_group - first));
+    next.heads = min(params.heads_of_item, params.heads_per_group - first);
     const Request of_item = request(next);
     next.state =
         reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;
@@ -145,9 +153,8 @@ struct Worker {
     }
   }
 
-  __device__ __forceinline__ void ask_for_stage(const unsigned char* state, int s,
-                                                int place) const {
-    const unsigned char* from = state + s * (kStageSlabs * Slab::kBytes);
+  // `from` is the lane's first byte of stage s of a head.
+  __device__ __forceinline__ void ask_for_stage(const unsigned char* from, int s, int place) const {
 #pragma unroll
     for (int i = 0; i < kStageSlabs; ++i) {
       if (i == 0 || (s * kStageSlabs + i) * kRows < params.head_dim) {
@@ -160,25 +167,22 @@ struct Worker {
   // `item` has more heads to come if `left` is not 0.
   __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
                                          int& place, int parity) {
-    __syncwarp();  // all lanes have read it
-    const int64_t head_bytes = params.state_head_stride * static_cast<int>(sizeof(State));
-    const int count = stages();
-    if (s + kStages < count) {
-      ask_for_stage(item.state, s + kStages, place);
-    } else {
-      if (s + kStages == count) {
-        if (left > 0) {
-          ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
-        } else {
-          take_item(parity ^ 1, of_item.window.flush);
-        }
-      }
+    __syncwarp();                              // all lanes have read it
+    const int later = s + kStages - stages();  // of the next head, or of this one if negative
+    const unsigned char* from = item.state + (later + stages()) * kStageBytes;
+    bool any = true;
+    if (later >= 0) {
       if (left > 0) {
-        ask_for_stage(item.state + head_bytes, s + kStages - count, place);
-      } else if (next.heads > 0) {
-        ask_for_stage(next.state, s + kStages - count, place);
+        if (later == 0) ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
+        from = item.state + params.state_head_stride * static_cast<int>(sizeof(State));
+      } else {
+        if (later == 0) take_item(parity ^ 1, of_item.window.flush);
+        from = next.state, any = next.heads > 0;
       }
+      from += later * kStageBytes;
     }
+    const int first = later < 0 ? later + stages() : later;
+    if (any) ask_for_stage(from, first, place);
     ptx::cp_async_commit();
     place = place + 1 == kStages ? 0 : place + 1;
   }
@@ -194,7 +198,7 @@ struct Worker {
     take_item(0, false);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
-      if (next.heads > 0) ask_for_stage(next.state, s, s);
+      if (next.heads > 0) ask_for_stage(next.state + s * kStageBytes, s, s);
       ptx::cp_async_commit();
     }
     int parity = 0, place = 0;
@@ -294,16 +298,14 @@ struct Worker {
       for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
       refill(item, of_item, item.heads - 1 - i, s, place, parity);
       const Weights<kTokenTiles> of_head(weights(i), weight_shape, window, lane);
+      if constexpr (convert::kScaled<State>) {
 #pragma unroll
-      for (int k = 0; k < kStageSlabs; ++k) {
-        const int first_row = first + k * kRows;
-        if (k > 0 && first_row >= params.head_dim) break;
-        if constexpr (convert::kScaled<State>) {
-          scale_rows(acc[k], scales(parity) + first_row, lane);
+        for (int k = 0; k < kStageSlabs; ++k) {
+          scale_rows(acc[k], scales(parity) + first + k * kRows, lane);
         }
-        finish_slab(acc[k], of_head, weights(i) + weight_shape.old_rows(), tile, in_order(),
-                    first_row, floats(params.at_outputs), window, lane);
       }
+      finish_slabs(acc, of_head, weights(i) + weight_shape.old_rows(), tile, in_order(), first,
+                   params.head_dim, floats(params.at_outputs), window, lane);
     }
   }
 
@@ -337,6 +339,7 @@ constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
+  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
@@ -344,6 +347,7 @@ __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
   for (int first = 0; first < params.batch; first += kMostListed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
     const int2 listed = list_requests(list, params, first);
+    list.unused = asked;
     unsigned char* memory =
         ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_share;
     Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();

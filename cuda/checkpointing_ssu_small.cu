@@ -1,8 +1,8 @@
 // The step of checkpointing_ssu.cu for few heads, where time is latency: the same phases, so the
-// same bits, in another order. Grid: one block per (batch row, head, part of the head), part
-// fastest; one warp per slab of 16 rows p, and one that prepares the weights meanwhile. The ring's
-// rows lie in shared memory by their places in the ring, so that nothing waits for the cursors but
-// the weights. Dead rows come along and are never used.
+// same bits, in another order. Grid: one block per batch row (x), head (y) and part of the head
+// (z); one warp per slab of 16 rows p, and two that prepare the weights meanwhile. The ring's rows
+// lie in shared memory by their places in the ring, so that nothing waits for the cursors but the
+// weights. Dead rows come along and are never used.
 #include "flush.cuh"
 
 using namespace replay;
@@ -44,7 +44,8 @@ struct Head {
   __device__ __forceinline__ float* scales() const {  // of the warp's slab
     return floats(params.at_scales) + warp * kRows;
   }
-  __device__ __forceinline__ int* cursors() const {  // ring_start, prev_num_accepted_tokens
+  // ring_start, prev_num_accepted_tokens, and a word that nobody reads.
+  __device__ __forceinline__ int* cursors() const {
     return reinterpret_cast<int*>(memory + params.at_cursors);
   }
   __device__ __forceinline__ HeadTile<Act, kDstate> head_rows() const {
@@ -177,12 +178,12 @@ struct Head {
     if constexpr (convert::kScaled<State>) scale_rows(acc, scales(), lane);
   }
 
-  __device__ __forceinline__ void finish(float (&acc)[kTokenTiles][4], const Request& request,
+  __device__ __forceinline__ void finish(float (&acc)[1][kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
     const Weights<kTokenTiles> of_head(weights(), weight_shape, window, lane);
-    finish_slab(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
-                outputs(), window, lane);
+    finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
+                 params.head_dim, outputs(), window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
@@ -231,12 +232,12 @@ constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
+  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int unit = blockIdx.x / params.parts, part = blockIdx.x - unit * params.parts;
-  const int row = unit / params.nheads;
-  const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(),
-                                                     unit - row * params.nheads, part);
+  const int row = blockIdx.x;
+  const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(), blockIdx.y,
+                                                     blockIdx.z);
   const Lane& lane = block.lane;
   // Everything is asked for before anything is used; what does not need the slot goes first.
   Request request = find_request(params, row);
@@ -261,20 +262,21 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   }
   block.ask_for_slot(request);
   ptx::cp_async_commit();
+  block.cursors()[2] = asked;
   ptx::cp_async_wait<0>();
   __syncthreads();
   set_window(params, request, block.cursors()[0], block.cursors()[1]);
   const Window& window = request.window;
   const RowMap map = {window.start, params.ring_buffer_len};
   const bool reads = block.has_slab();
-  float acc[kTokenTiles][4] = {};
+  float acc[1][kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
   if (block.prepares_C()) block.prepare_C(window, map);
-  if (reads && !kScaledC<State, Act>) block.read_out(acc, window);
+  if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the products are there, and C
   if (block.prepares_dt()) block.prepare_weights(window, decays, constant);
-  if (reads && kScaledC<State, Act>) block.read_out(acc, window);
+  if (reads && kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the weights are there
   if (block.prepares_dt()) {
     block.append(request);

@@ -54,6 +54,7 @@ struct CheckpointingSsuParams {
   int64_t out_batch_stride, out_token_stride, out_head_stride;
   int64_t slots_stride, force_flush_stride;
   int64_t pad_slot_id;
+  int64_t inverse_items_of_sequence, inverse_items_of_group;  // as `divide` takes them
   int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
   int max_window, ring_buffer_len;
   int slots_type;                             // IndexType
@@ -61,9 +62,8 @@ struct CheckpointingSsuParams {
   int out_type;                               // FloatType: that of x, or kFloat32
   int dt_softplus;                            // 0 or 1
   int zero_padding;                           // 1: rows of `out` of padding become 0
-  int philox_rounds, layer;           // of the random bits; layer -1 takes the seed as it is
-  int heads_of_item, items_of_group;  // at most 8 heads; enough items for heads_per_group
-  int parts;                          // blocks of a head, in the small form
+  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+  int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
   // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
   // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
   int bytes_of_share;

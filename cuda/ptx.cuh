@@ -100,6 +100,16 @@ __device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], smem_t row) 
                : "memory");
 }
 
+// The compiler's own atomicAdd looks for other lanes first, though one alone adds.
+__device__ __forceinline__ int atomic_add_shared(smem_t address, int v) {
+  int before;
+  asm volatile("atom.shared.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address), "r"(v)
+               : "memory");
+  return before;
+}
+
 // Copies 16 or 4 bytes in the background. A thread's copies since its last commit are one group.
 __device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");

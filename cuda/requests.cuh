@@ -33,6 +33,7 @@ struct alignas(128) RequestList {
   Entry entries[kMostListed];  // those that flush from the front on, the others from the back
   int counts[kMostWarps][2];
   int taken, appended;  // items of this block, and tokens
+  unsigned unused;
 
   // Sequence n in the order of work: those that flush come first.
   __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {
@@ -43,7 +44,7 @@ struct alignas(128) RequestList {
 // One after another, for the warp.
 __device__ __forceinline__ int take(int& counter) {
   int taken = 0;
-  if ((threadIdx.x & 31) == 0) taken = atomicAdd(&counter, 1);
+  if ((threadIdx.x & 31) == 0) taken = ptx::atomic_add_shared(ptx::to_smem(&counter), 1);
   return __shfl_sync(kAllLanes, taken, 0);
 }
 

@@ -358,28 +358,46 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const f
   }
 }
 
-// From the sums over the checkpoint to the outputs of a slab: decayed, the rows added, gated, and
-// handed to `y`, whose row 0 it is. In a flush the old rows are apart, and so are their weights.
-template <class Act, int kDstate, int kTokenTiles>
-__device__ __forceinline__ void finish_slab(float (&acc)[kTokenTiles][4],
-                                            const Weights<kTokenTiles>& weights,
-                                            const float* old_weights,
-                                            const HeadTile<Act, kDstate>& rows, const RowMap& map,
-                                            int first_row, float* y, const Window& window,
-                                            const Lane& lane) {
+// From the sums over the checkpoint to the outputs of some slabs, of which row `first_row` is the
+// first: decayed, the rows added, gated, and handed to `y`, whose row 0 it is; slabs behind the
+// head are not handed on. In a flush the old rows are apart, and so are their weights.
+template <class Act, int kDstate, int kSlabs, int kTokenTiles>
+__device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4],
+                                             const Weights<kTokenTiles>& weights,
+                                             const float* old_weights,
+                                             const HeadTile<Act, kDstate>& rows, const RowMap& map,
+                                             int first_row, int head_dim, float* y,
+                                             const Window& window, const Lane& lane) {
 #pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) {
+  for (int k = 0; k < kSlabs; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[tile][i] *= weights.decay[tile][i & 1];
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[k][tile][i] *= weights.decay[tile][i & 1];
+    }
   }
+  constexpr int kBytes = kRows * sizeof(Act);  // of a slab, in a row of x
+  const int first = first_row * static_cast<int>(sizeof(Act));
   if (window.flush) {
-    add_rows<Act>(acc, RowWeights<kTokenTiles>(old_weights, window, lane),
-                  rows.old_x(map, window, lane) + 2 * first_row);
+    const RowWeights<kTokenTiles> of_old(old_weights, window, lane);
+    const ptx::smem_t x = rows.old_x(map, window, lane) + first;
+#pragma unroll
+    for (int k = 0; k < kSlabs; ++k) add_rows<Act>(acc[k], of_old, x + k * kBytes);
   }
-  add_rows<Act>(acc, weights.rows, rows.new_x(map, window, lane) + 2 * first_row);
-  const unsigned char* z = rows.z();
-  if (z != nullptr) gate<Act>(acc, z + 2 * first_row, rows.shape.x_pitch, window, lane);
-  put_outputs(acc, y + first_row, rows.shape.y_pitch() / 4, window, lane);
+  const ptx::smem_t x = rows.new_x(map, window, lane) + first;
+#pragma unroll
+  for (int k = 0; k < kSlabs; ++k) add_rows<Act>(acc[k], weights.rows, x + k * kBytes);
+  if (const unsigned char* z = rows.z()) {
+#pragma unroll
+    for (int k = 0; k < kSlabs; ++k) {
+      gate<Act>(acc[k], z + first + k * kBytes, rows.shape.x_pitch, window, lane);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kSlabs; ++k) {
+    if (k > 0 && first_row + k * kRows >= head_dim) break;
+    put_outputs(acc[k], y + first_row + k * kRows, rows.shape.y_pitch() / 4, window, lane);
+  }
 }
 
 // Rounds eight outputs that lie together and stores them.

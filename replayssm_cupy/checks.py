@@ -16,6 +16,7 @@ from .keys import SCALED_DTYPES
 
 ALIGNMENT = 16  # bytes of a vector load
 INPLACE_HINT = "an array that owns its memory, such as cupy.array(...) or torch.clone(...)"
+JAX_HINT = "replayssm_cupy.jax_ops, or an array of CuPy or NumPy"
 
 
 def optional_view(array: Any, name: str) -> View | None:
@@ -87,7 +88,7 @@ def check_devices(arrays: Sequence[View | None]) -> None:
 def check_inplace(*arrays: View) -> None:
     """Arrays that are written: they may be, and distinct elements have distinct addresses."""
     for array in arrays:
-        require_inplace(array, INPLACE_HINT)
+        require_inplace(array, JAX_HINT if array.framework == "jax" else INPLACE_HINT)
         if 0 in array.shape:
             continue
         for axis, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True)):

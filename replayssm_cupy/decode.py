@@ -177,8 +177,8 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
     for field, value in launch.fields.items():
         setattr(record, field, value)
-    grid, block = (launch.blocks, 1, 1), (launch.threads, 1, 1)
-    return Plan(launch.key, grid, block, record, x.device, launch.shared_bytes)
+    block = (launch.threads, 1, 1)
+    return Plan(launch.key, launch.grid, block, record, x.device, launch.shared_bytes)
 
 
 def _fill(record: Any, v: Views, options: Options) -> None:

@@ -20,7 +20,7 @@ FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
 SLOT_ARRAYS = 5  # state, scale, x, B and dt rings
-MAX_BLOCKS = 2**31 - 1
+MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
 
@@ -57,13 +57,14 @@ class CheckpointingSsuParams(ctypes.Structure):
             dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
             ring_start_stride prev_num_accepted_tokens_stride"""
             + _TOKEN_STRIDES
-            + " force_flush_stride pad_slot_id",
+            + """ force_flush_stride pad_slot_id
+            inverse_items_of_sequence inverse_items_of_group""",
         ),
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_group parts bytes_of_share at_group at_head at_outputs
-            at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
+            heads_of_item items_of_sequence items_of_group bytes_of_share at_group at_head
+            at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
         ),
     ]
 
@@ -296,6 +297,8 @@ class Plan:
                 f"batch: expected at most {MAX_BLOCKS} (batch row, head) pairs in a call, "
                 f"got {self.grid[0]}"
             )
+        if self.grid[1] > MAX_BLOCKS_Y:
+            raise ValueError(f"nheads: expected at most {MAX_BLOCKS_Y}, got {self.grid[1]}")
 
     def launch(self, stream: int) -> None:
         """Enqueues the kernel on ``stream``, a raw handle of the plan's device.

@@ -48,10 +48,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A key with its blocks, threads, bytes of shared memory, and fields of the record."""
+    """A key with its grid, threads, bytes of shared memory, and fields of the record."""
 
     key: CheckpointingSsuKey
-    blocks: int
+    grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
     fields: dict[str, int]
@@ -128,7 +128,7 @@ def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     heads_of_warp = step.batch * step.nheads / (on.count * 8)
     if key.state_dtype == "float32" or heads_of_warp < 4:
         return 1
-    return 4 if heads_of_warp >= 12 else 2
+    return 4 if key.state_dtype in SCALED_DTYPES and heads_of_warp >= 6 else 2
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
@@ -145,13 +145,25 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
-        scales=2 * step.head_dim,
+        scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
     )  # fmt: skip
     size = share["bytes_of_share"]
     warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    share |= {"heads_of_item": heads, "items_of_group": items}
-    return Schedule(key, blocks, 32 * warps, LIST_BYTES + warps * size, share)
+    of_sequence = step.nheads // step.heads_per_group * items
+    share |= {
+        "heads_of_item": heads,
+        "items_of_sequence": of_sequence,
+        "items_of_group": items,
+        "inverse_items_of_sequence": inverse(of_sequence),
+        "inverse_items_of_group": inverse(items),
+    }
+    return Schedule(key, (blocks, 1, 1), 32 * warps, LIST_BYTES + warps * size, share)
+
+
+def inverse(divisor: int) -> int:
+    """As `divide` of cuda/checkpointing_ssu.cu takes it."""
+    return -(-(1 << 44) // divisor)
 
 
 def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
@@ -178,7 +190,7 @@ def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         slabs = -(-slabs // 2)
     share, parts = share_of(slabs), -(-all_slabs // slabs)
     size = share["bytes_of_share"]
-    return Schedule(key, heads * parts, 32 * (slabs + 2), size, share | {"parts": parts})
+    return Schedule(key, (step.batch, step.nheads, parts), 32 * (slabs + 2), size, share)
 
 
 def _share(
@@ -212,7 +224,7 @@ def _share(
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * weights,
         "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
-        "at_cursors": 8,
+        "at_cursors": 12,
     }
     share, end = {}, 0
     for name, length in parts.items():

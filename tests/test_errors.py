@@ -451,7 +451,10 @@ def test_jax_targets(make, name, path):
     call = make()
     call.arguments[name] = jnp.asarray(call.arguments[name])
     before = np.array(call.arguments[name])
-    message = "expected an array to change in place, got a JAX array, which is immutable; use "
+    message = (
+        "expected an array to change in place, got a JAX array, which is immutable; use "
+        "replayssm_cupy.jax_ops, or "
+    )
     call.refused(TypeError, named(name) + message)
     assert np.array(call.arguments[name]).tobytes() == before.tobytes()
 

@@ -34,6 +34,28 @@ def test_example_prints_what_it_says():
     assert printed.getvalue().strip() == said[1]
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_examples_of_the_frameworks(framework):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    code, printed = block(f"{framework} example"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), {})
+    said = re.search(r"print\(.*\)  # (\[.*\])", code)
+    assert said is not None
+    assert printed.getvalue().strip() == said[1]
+
+
+def test_errors_of_the_glossary_exist():
+    rows = README.split("## Errors")[1].split("\n\n")[2].split("\n")[2:]
+    sources = " ".join(path.read_text() for path in (ROOT / "replayssm_cupy").glob("*.py"))
+    joined = re.sub(r'"\s+f?"', "", sources)  # messages over several lines
+    quotes = [quote for row in rows for quote in re.findall(r"`(.*?)`", row.split("|")[1])]
+    assert len(quotes) > 10
+    for quote in quotes:
+        for part in re.split(r"\(batch, \.\.\.\) = \.\.\.|\.\.\.", quote):
+            assert part.strip() in joined, quote
+
+
 def test_commands():
     demo, test = block("demo command").strip(), block("test command").strip()
     assert demo == "pip install '.[demo]' && python -m replayssm_cupy demo"

@@ -75,9 +75,14 @@ MAY_IMPORT = {
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
     "resources": {"compiler", "keys", "schedule"},
+    # The frameworks, each in files of its own that nothing else imports.
+    "jax_ops": {"arrays", "compiler", "keys", "ops", "slots"},
+    "torch": {"checks", "keys", "layer_stack", "torch_ops"},
+    "torch_ops": {"arrays", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
-# Beyond the standard library; all but the first two are optional and imported inside a function.
+# Beyond the standard library; all but the first two are optional and imported inside a function, or
+# in a framework's own file.
 LIBRARIES = {
     "arrays": {"numpy", "ml_dtypes", "cupy", "jax"},
     "compiler": {"cupy", "cupy_backends", "cuda"},
@@ -86,6 +91,7 @@ LIBRARIES = {
     "demo_report": {"tqdm"},
     "doctor": {"numpy", "cupy", "cuda"},
     "folds": {"numpy"},
+    "jax_ops": {"jax"},
     "layer_stack": {"numpy"},
     "mamba2": {"numpy"},
     "mamba2_weights": {"numpy", "ml_dtypes", "safetensors"},
@@ -101,8 +107,12 @@ LIBRARIES = {
     "snapshots": {"numpy"},
     "speculative": {"numpy"},
     "stack_arrays": {"numpy"},
+    "torch": {"torch", "transformers"},
+    "torch_ops": {"torch"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
+# Imported at their head.
+ADAPTERS = {"jax_ops": {"jax"}, "torch": {"torch", "transformers"}, "torch_ops": {"torch"}}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
@@ -158,7 +168,8 @@ def test_imports_of_libraries(module):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = []
-    assert libraries(tree) <= ALWAYS_THERE, "an optional library is imported inside a function"
+    allowed = ALWAYS_THERE | ADAPTERS.get(module, set())
+    assert libraries(tree) <= allowed, "an optional library is imported inside a function"
 
 
 def run_python(code: str, cwd: Path = ROOT, **environment: str) -> str:

@@ -192,15 +192,10 @@ class Options(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("seed", ctypes.c_uint), ("stacks", ctypes.c_void_p)]
 
 
-class _Stacks(threading.local):
-    """The stacks of the emulated threads: with a set of its own, each module would soon use up
-    the mappings that a process may have."""
-
-    def __init__(self) -> None:
-        self.pointers = (ctypes.c_void_p * 1024)()
-
-
-_stacks = _Stacks()
+# The stacks of the emulated threads, one launch at a time: with a set for each module, or for each
+# thread that calls, a process would soon use up the mappings that it may have.
+_stacks = (ctypes.c_void_p * 1024)()
+_one_at_a_time = threading.Lock()
 
 
 class HostModule:
@@ -222,14 +217,14 @@ class HostModule:
     ) -> str | None:
         """Run one grid to its end; the emulator's message if it fails."""
         triple = ctypes.c_uint * 3
-        stacks = ctypes.addressof(_stacks.pointers)
-        message = self._launch(
-            self.names.index(name),
-            triple(*grid),
-            triple(*block),
-            ctypes.c_size_t(shared_bytes),
-            ctypes.byref(record),
-            ctypes.c_size_t(ctypes.sizeof(record)),
-            ctypes.byref(Options(options.order, options.seed, stacks)),
-        )
+        with _one_at_a_time:
+            message = self._launch(
+                self.names.index(name),
+                triple(*grid),
+                triple(*block),
+                ctypes.c_size_t(shared_bytes),
+                ctypes.byref(record),
+                ctypes.c_size_t(ctypes.sizeof(record)),
+                ctypes.byref(Options(options.order, options.seed, ctypes.addressof(_stacks))),
+            )
         return None if message is None else message.decode()

@@ -121,8 +121,8 @@ EDITS = {
         ),
         (
             "flush of codes rounded as if at its slab's start",
-            "offset(to), rows[h]",
-            "offset(slab), rows[h]",
+            "offset(to), folded[h]",
+            "offset(slab), folded[h]",
         ),
         (
             "flush stores the scale of row g + 8 as row g",
@@ -137,7 +137,7 @@ EDITS = {
             "min(max(start, 0), params.ring_buffer_len - 1)",
             "start",
         ),
-        ("tokens of the first sequence", "token = params.cu_seqlens[row];", "token = 0;"),
+        ("tokens of the first sequence", "request.token = first;", "request.token = 0;"),
         (
             "flush by the longest length",
             "flushes(window.live, window.q, params",
@@ -179,8 +179,8 @@ EDITS = {
         ),
         (
             "piece of row g + 8 read as row g",
-            "(lane.g + 8 * half) * kPiecesOfRow",
-            "lane.g * kPiecesOfRow",
+            "128 * (half * kPiecesOfRow + J / 2)",
+            "128 * (J / 2)",
         ),
     ],
     "requests.cuh": [
@@ -249,6 +249,21 @@ EDITS = {
         ),
     ],
     "step.cuh": [
+        (
+            "old rows of a flush not read out",
+            "if (window.flush) {\n    const RowWeights",
+            "if (false) {\n    const RowWeights",
+        ),
+        (
+            "old rows of a flush take the new rows' x",
+            "rows.old_x(map, window, lane) + first;",
+            "rows.new_x(map, window, lane) + first;",
+        ),
+        (
+            "rows of a slab behind the head handed on",
+            "if (k > 0 && first_row + k * kRows >= head_dim) break;",
+            "",
+        ),
         ("A of the first head", "head * params.A_stride", "0"),
         ("D of the first head", "head * params.D_stride", "0"),
         ("new dt with the bias of the first head", "head * params.dt_bias_stride", "0"),
@@ -263,8 +278,16 @@ EDITS = {
             "constant, 2 * kHeadsOfItem)",
         ),
         ("dt of the item's first head", "request, head + h, t)", "request, head, t)"),
-        ("later tokens seen", "if (j <= row) {", "if (true) {"),
-        ("own token unseen", "if (j <= row) {", "if (j < row) {"),
+        (
+            "later tokens seen",
+            "if (j <= (old ? window.live - 1 : row)) {",
+            "if (j <= (old ? window.live - 1 : 15)) {",
+        ),
+        (
+            "own token unseen",
+            "if (j <= (old ? window.live - 1 : row)) {",
+            "if (j <= (old ? window.live - 1 : row - 1)) {",
+        ),
         ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 2", "(j & 6) * 4"),
         ("low half of a weight dropped", "static_cast<unsigned short>(terms[1])", "0"),
         (
@@ -277,7 +300,7 @@ EDITS = {
             "C[kTokenTiles - 1][4 * J] :",
             "C[0][4 * J] :",
         ),
-        ("fold weights written by all", "if (!write) return;", ""),
+        ("fold weights written by all", "if (j >= kRows) return;", ""),
         (
             "half of the columns not read out",
             "acc[tile][i] += odd[tile][i];",
@@ -288,14 +311,34 @@ EDITS = {
     ],
     "checkpointing_ssu.cu": [
         (
+            "items of a group counted over all groups",
+            "of_n - group * params.items_of_group;",
+            "of_n;",
+        ),
+        (
+            "products of a flush: old rows take those of the new ones",
+            "products + kRows * shape.tokens, group(), window",
+            "products, group(), window",
+        ),
+        (
+            "fold leaves its registers to C",
+            "        readers.load(group(), window, lane);  // a fold needs their registers\n",
+            "",
+        ),
+        (
+            "old rows of a flush weigh as the new ones",
+            "weights(i) + weight_shape.old_rows(), tile",
+            "weights(i), tile",
+        ),
+        (
             "32-bit slot offset",
-            "(params.state) + request.slot * params.state_slot_stride",
-            "(params.state) + int(request.slot * params.state_slot_stride)",
+            "(params.state) + slot * params.state_slot_stride",
+            "(params.state) + int(slot * params.state_slot_stride)",
         ),
         (
             "item of the next group",
-            "next.group = in_n,",
-            "next.group = (in_n + 1) % (params.nheads / in_group),",
+            "next.n = n, next.group = group,",
+            "next.n = n, next.group = (group + 1) % (params.nheads / params.heads_per_group),",
         ),
         (
             "last sequence of a list lost",
@@ -309,7 +352,7 @@ EDITS = {
         ),
         (
             "items end behind their group",
-            "min(params.heads_of_item, static_cast<int>(in_group - first))",
+            "min(params.heads_of_item, params.heads_per_group - first)",
             "params.heads_of_item",
         ),
         (
@@ -328,29 +371,29 @@ EDITS = {
             "params, of_item.slot, next.head)",
         ),
         (
-            "folded dt where the rows read out have theirs",
-            "(window.flush ? kRows : 0) + j),",
-            "j),",
+            "new dt of a flush where the old ones have theirs",
+            "new_dt.put(dt(0) + first_token,",
+            "new_dt.put(dt(0) + window.live,",
         ),
         (
             "next head's rows over this one's",
-            "ask_for_head(of_item, item.head + 1, parity ^ 1);",
-            "ask_for_head(of_item, item.head + 1, parity);",
+            "ptx::opaque(item.head + 1u), parity ^ 1);",
+            "ptx::opaque(item.head + 1u), parity);",
         ),
         (
             "next item's rows over this one's",
-            "take_item<kFlush>(parity ^ 1);",
-            "take_item<kFlush>(parity);",
+            "take_item(parity ^ 1, of_item",
+            "take_item(parity, of_item",
         ),
         ("every head in the first tile", "      parity ^= 1;\n", ""),
         (
             "scales of the next head over this one's",
-            "to_smem(scales + parity * params.head_dim + p)",
-            "to_smem(scales + p)",
+            "to_smem(scales(parity) + p)",
+            "to_smem(scales(0) + p)",
         ),
         (
             "next item's B before the fold is through",
-            "if (!kAfterFlush) ask_for_group",
+            "if (!after_flush) ask_for_group",
             "ask_for_group",
         ),
         (
@@ -360,8 +403,8 @@ EDITS = {
         ),
         (
             "stage refilled before it is read",
-            "ask_for_stage(item.state, s + kStages, place);",
-            "ask_for_stage(item.state, s + kStages, place ^ 1);",
+            "if (any) ask_for_stage(from, first, place);",
+            "if (any) ask_for_stage(from, first, place ^ 1);",
         ),
         (
             "stages of the item's first head",
@@ -370,8 +413,8 @@ EDITS = {
         ),
         (
             "next head begins with its second stage",
-            "item.state + head_bytes, s + kStages - count,",
-            "item.state + head_bytes, s + kStages - count + 1,",
+            "from += later * kStageBytes;",
+            "from += (later + 1) * kStageBytes;",
         ),
         (
             "slab that is not there read",
@@ -400,52 +443,47 @@ EDITS = {
             "t < min(window.q, spread_x.rows); t += spread_x.rows",
         ),
         (
-            "C of a flush in fp16",
-            "if constexpr (kScaledC<State, Act> && !kFlush)",
-            "if constexpr (kScaledC<State, Act>)",
-        ),
-        (
             "dead dt folded",
-            "live = j < (folded ? window.live : window.rows());",
-            "live = folded || j < window.rows();",
+            "live = row < window.live || (token",
+            "live = row < first_token || (token",
         ),
-        ("every second head of a flush prepared", "first += kFlush ? 1 : 2)", "first += 2)"),
+        ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
         (
             "heads share A",
             "__shfl_sync(kAllLanes, constant, i);",
             "__shfl_sync(kAllLanes, constant, 0);",
         ),
         ("heads share D", "constant, kHeadsOfItem + i);", "constant, kHeadsOfItem);"),
-        ("heads share dt", "dt[2 * kRows * i + (folded", "dt[(folded"),
+        ("heads share dt", "live ? dt(i)[row] : 0.0f", "live ? dt(0)[row] : 0.0f"),
         (
             "heads share the weights of the first",
-            "of_head(weights + i * weight_shape.words(), weight_shape",
-            "of_head(weights, weight_shape",
+            "of_head(weights(i), weight_shape",
+            "of_head(weights(0), weight_shape",
         ),
         (
             "folded heads share the weights of the first",
-            "from = weights + i * weight_shape.words();",
-            "from = weights;",
+            "slab(place, k), weights(i), tile",
+            "slab(place, k), weights(0), tile",
         ),
         (
             "scale of the first slab read out",
-            "scales + parity * params.head_dim + first_row, lane",
-            "scales + parity * params.head_dim, lane",
+            "scales(parity) + first + k * kRows, lane",
+            "scales(parity), lane",
         ),
         (
             "scale of the first slab folded",
-            "scales + parity * params.head_dim + first_row + lane.g;",
-            "scales + parity * params.head_dim + lane.g;",
+            "decode = scales(parity) + row;",
+            "decode = scales(parity) + lane.g;",
         ),
         (
             "scale of the first slab stored",
-            "scale_of(of_item, item.head) + first_row + lane.g;",
+            "scale_of(of_item, item.head) + row;",
             "scale_of(of_item, item.head) + lane.g;",
         ),
         (
             "one slab of a stage flushed",
-            "#pragma unroll 1\n      for (int k = 0; k < kStageSlabs;",
-            "#pragma unroll 1\n      for (int k = 0; k < 1;",
+            "#pragma unroll 1\n        for (int k = 0; k < kStageSlabs;",
+            "#pragma unroll 1\n        for (int k = 0; k < 1;",
         ),
         (
             "sequences beyond one list dropped",
@@ -466,9 +504,19 @@ EDITS = {
     ],
     "checkpointing_ssu_small.cu": [
         (
+            "small: cursors swapped",
+            "lane.index == 0 ? ring_start_of",
+            "lane.index == 1 ? ring_start_of",
+        ),
+        (
+            "small: old rows of a flush weigh as the new ones",
+            "weights() + weight_shape.old_rows(), head_rows()",
+            "weights(), head_rows()",
+        ),
+        (
             "small: 32-bit slot offset",
-            "(params.state) + request.slot * params.state_slot_stride",
-            "(params.state) + int(request.slot * params.state_slot_stride)",
+            "(params.state) + slot * params.state_slot_stride",
+            "(params.state) + int(slot * params.state_slot_stride)",
         ),
         (
             "small: group of the next head",
@@ -491,16 +539,11 @@ EDITS = {
             "map = {window.start, params",
             "map = {0, params",
         ),
-        ("small: C of a flush in fp16", "if (!window.flush) of_token", "of_token"),
+        ("small: dead dt folded", "rows = old ? window.live :", "rows = old ? kRows :"),
         (
-            "small: dead dt folded",
-            "folds(window) ? window.live : lane.index < kRows",
-            "folds(window) ? kRows : lane.index < kRows",
-        ),
-        (
-            "small: weights written by the lanes of a fold",
-            "D,\n                lane.index < kRows);",
-            "D,\n                true);",
+            "small: weights written by lanes without rows",
+            "window.flush || lane.index < kRows);\n    if (window.flush) put_fold",
+            "true);\n    if (window.flush) put_fold",
         ),
         (
             "small: copies not waited for",

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -244,4 +245,22 @@ def test_modules_share_the_stacks_of_the_threads():
     for fault in ("kSharedOverrun", "kReadPastEnd"):
         fresh.prepare("toy.cu", [f"mirror<Fault::{fault}>", "mirror<Fault::kNone>"])
         assert mirror("kNone", fresh)
+    assert mappings() - before < 32
+
+
+def test_threads_share_the_stacks_too():
+    """A framework may call from a new thread each time, one of JAX's for instance."""
+
+    def mappings():
+        return len(pathlib.Path("/proc/self/maps").read_text().splitlines())
+
+    wide = launcher()
+    assert mirror("kNone", wide)
+    before = mappings()
+    for _ in range(4):
+        results = []
+        thread = threading.Thread(target=lambda r=results: r.append(mirror("kNone", wide)))
+        thread.start()
+        thread.join()
+        assert results == [mirror("kNone", wide)]
     assert mappings() - before < 32

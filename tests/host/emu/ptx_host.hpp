@@ -89,6 +89,9 @@ using smem_t = unsigned char*;  // a 32-bit shared address on the device
 inline smem_t to_smem(const void* p) { return static_cast<smem_t>(const_cast<void*>(p)); }
 inline smem_t opaque(smem_t v) { return v; }
 inline unsigned opaque(unsigned v) { return v; }
+inline int atomic_add_shared(smem_t address, int v) {
+  return atomicAdd(reinterpret_cast<int*>(address), v);
+}
 inline uint4 load_shared16(smem_t address) { return *reinterpret_cast<const uint4*>(address); }
 inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }

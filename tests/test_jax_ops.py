@@ -1,0 +1,325 @@
+"""Functional ReplaySSM in JAX: the stack's bits, in place where donated, whole under transforms."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, Shape, make_step
+from oracles import bits
+
+import replayssm_cupy as ssm
+from replayssm_cupy import plan
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+from replayssm_cupy import jax_ops  # noqa: E402  # imports jax
+
+CASE = Case(Shape("jax-ops", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=5)
+LAYERS, SIZES = 2, (5, 4, 64, 2, 128)
+WINDOW = {"npredicted": 2, "max_window": 6}
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request, monkeypatch) -> Any:
+    """Where the arrays are; with "kernels" those of tests/host run on them."""
+    name, _, kernels = request.param.partition("-")
+    if kernels:
+        from host.launcher import HostLauncher
+
+        monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
+    try:
+        return jax.devices(name)[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no such device: {error}")
+
+
+def make(device: Any, state_dtype: str = "float32") -> tuple[Any, ssm.LayerStack]:
+    """The same new states for JAX and for a stack of NumPy, or of CuPy on a GPU."""
+    rng = np.random.default_rng(0)
+    where = "cuda" if device.platform == "gpu" else "cpu"
+    stack = ssm.LayerStack(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=where)
+    arrays = jax_ops.stack_arrays(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=device)
+    state = rng.standard_normal((5, 4, 64, 128)).astype(np.float32)
+    if state_dtype == "float32":
+        for layer in range(LAYERS):
+            stack.load_state(layer, None, jax.device_put(state, device))
+        states = [jax.device_put(state, device) for _ in range(LAYERS)]
+        arrays = replace(arrays, states=states)
+    return arrays, stack
+
+
+def tokens(seed: int, device: Any) -> dict[str, Any]:
+    step = make_step(CASE, 3, np.random.default_rng(seed), slots=np.array([4, 1, -1], np.int32))
+    given = step.arrays()
+    given["slots"] = given.pop("state_batch_indices")
+    return {name: jax.device_put(array, device) for name, array in given.items()}
+
+
+def get(array: Any) -> np.ndarray:
+    if hasattr(array, "get"):  # CuPy copies no 8-bit floats
+        array = (array.view(np.uint8) if array.dtype.itemsize == 1 else array).get()
+    return bits(np.asarray(array))
+
+
+def assert_same(arrays: Any, stack: ssm.LayerStack) -> None:
+    """All that means something: ring rows that were never written hold anything."""
+    for mine, theirs in (
+        *zip(arrays.states, stack.states, strict=True),
+        *zip(arrays.state_scales, stack.state_scales, strict=True),
+        (arrays.ring_start, stack.ring_start),
+        (arrays.prev_num_accepted_tokens, stack.prev_num_accepted_tokens),
+    ):
+        assert np.array_equal(get(mine), get(theirs))
+
+
+def loop(arrays: Any, given: dict[str, Any], accepted: Any) -> Any:
+    """A step of every layer and the advance."""
+    given = dict(given)
+    slots = given.pop("slots")
+    outs = []
+    for layer in range(LAYERS):
+        y, arrays = jax_ops.step(arrays, layer, **given, slots=slots)
+        outs.append(y)
+    return outs, jax_ops.advance(arrays, slots, accepted, 2)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "float16", "int8", "float8_e4m3fn"])
+def test_jitted_loop(device, state_dtype):
+    """The stack's bits; donated arrays stay where they are, and nothing is compiled again."""
+    arrays, stack = make(device, state_dtype)
+    step = jax.jit(lambda *given: loop(*given), donate_argnums=0)  # with a cache of its own
+    arrays = jax.tree.map(jax.numpy.copy, arrays)  # memory that is JAX's own, not NumPy's
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
+    accepted = jax.device_put(np.array([2, 1, 0], np.int32), device)
+    for seed in range(8):
+        given = tokens(seed, device)
+        before = arrays
+        outs, arrays = step(arrays, given, accepted)
+        assert before.states[0].is_deleted()
+        for layer, y in enumerate(outs):
+            assert np.array_equal(get(y), get(stack.step(layer, **given)))
+        stack.advance(given["slots"], accepted)
+    assert_same(arrays, stack)
+    assert places == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
+    assert step._cache_size() == 1
+
+
+def test_without_donation(device):
+    """The caller's arrays stay as they were, inside jit and outside."""
+    arrays, stack = make(device)
+    given, accepted = tokens(0, device), jax.device_put(np.array([2, 1, 0], np.int32), device)
+    old = [get(leaf).copy() for leaf in jax.tree.leaves(arrays)]
+    for call in (loop, jax.jit(loop)):
+        outs, after = call(arrays, given, accepted)
+        outs, after = call(after, given, accepted)
+        assert all(np.array_equal(get(leaf), was) for leaf, was in
+                   zip(jax.tree.leaves(arrays), old, strict=True))  # fmt: skip
+    for _ in range(2):
+        expected = [stack.step(layer, **given) for layer in range(LAYERS)]
+        stack.advance(given["slots"], accepted)
+    assert all(np.array_equal(get(y), get(e)) for y, e in zip(outs, expected, strict=True))
+    assert_same(after, stack)
+
+
+def test_calls_outside_jit_compile_once(device):
+    arrays, _ = make(device)
+    given, accepted = tokens(0, device), jax.device_put(np.array([2, 1, 0], np.int32), device)
+    _, arrays = loop(arrays, given, accepted)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        import logging
+
+        seen: list[str] = []
+        patch.setattr(logging.Logger, "handle", lambda self, record: seen.append(record.msg))
+        loop(arrays, given, accepted)
+    assert not [line for line in seen if "ompil" in str(line)], seen
+
+
+def test_scan_of_64_steps(device):
+    arrays, stack = make(device)
+    accepted = np.random.default_rng(3).integers(0, 3, (64, 3)).astype(np.int32)
+    inputs = [tokens(seed, device) for seed in range(64)]
+    stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *inputs)
+
+    def body(arrays: Any, now: Any) -> Any:
+        outs, arrays = loop(arrays, *now)
+        return arrays, outs
+
+    scan = jax.jit(partial(jax.lax.scan, body), donate_argnums=0)
+    arrays, outs = scan(arrays, (stacked, jax.device_put(accepted, device)))
+    for number, given in enumerate(inputs):
+        for layer in range(LAYERS):
+            y = stack.step(layer, **given)
+            assert np.array_equal(get(outs[layer][number]), get(y)), number
+        stack.advance(given["slots"], jax.device_put(accepted[number], device))
+    assert_same(arrays, stack)
+
+
+def test_many_layers_in_one_callback(device):
+    arrays, stack = make(device)
+    inputs = [tokens(seed, device) for seed in range(LAYERS)]
+    slots = inputs[0]["slots"]
+    per_layer = [{name: a for name, a in given.items() if name != "slots"} for given in inputs]
+    step = jax.jit(jax_ops.step_layers, donate_argnums=0)
+    for _ in range(3):
+        outs, arrays = step(arrays, per_layer, slots=slots)
+        for layer, y in enumerate(outs):
+            right = stack.step(layer, **per_layer[layer], slots=slots)
+            assert np.array_equal(get(y), get(right))
+    assert_same(arrays, stack)
+    text = str(jax.make_jaxpr(jax_ops.step_layers)(arrays, per_layer, slots=slots))
+    assert text.count("buffer_callback[") == 1
+
+
+def test_lengths_resets_and_forced_flushes(device):
+    arrays, stack = make(device)
+    given = tokens(0, device)
+    slots = given["slots"]
+    put = partial(jax.device_put, device=device)
+    flush, fresh = put(np.array([True, False, True])), put(np.array([False, True, False]))
+    lengths, accepted = put(np.array([2, 1, 0], np.int32)), put(np.array([1, 1, 0], np.int32))
+    _, arrays = jax_ops.step(arrays, 0, **given)
+    arrays = jax_ops.advance(arrays, slots, accepted, lengths)
+    stack.step(0, **given)
+    stack.advance(slots, accepted, lengths)
+    _, arrays = jax_ops.step(arrays, 0, **given, force_flush=flush)
+    arrays = jax_ops.advance(arrays, slots, accepted, 2, reset=fresh, force_flush=flush)
+    stack.step(0, **given, force_flush=flush)
+    stack.advance(slots, accepted, 2, reset=fresh, force_flush=flush)
+    assert_same(arrays, stack)
+    arrays = jax_ops.reset(arrays, slots[:1])
+    stack.reset(slots[:1])
+    assert_same(arrays, stack)
+    assert not arrays.states[1][4].any() and arrays.states[1][1].any()
+
+
+def test_vmap_runs_one_after_the_other(device):
+    arrays, _ = make(device)
+    given, accepted = tokens(0, device), jax.device_put(np.array([2, 1, 0], np.int32), device)
+    twice = jax.tree.map(lambda leaf: jax.numpy.stack([leaf, leaf]), arrays)
+    inputs = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), given, tokens(1, device))
+    outs, _ = jax.vmap(loop, in_axes=(0, 0, None))(twice, inputs, accepted)
+    for row in range(2):
+        right, _ = loop(arrays, tokens(row, device), accepted)
+        assert np.array_equal(get(outs[0][row]), get(right[0]))
+
+
+def test_results_with_memory_of_their_own():
+    """XLA may hand a callback results that are not where the operands are, aliases or not."""
+    cursors = [np.array([3, 1], np.int32), np.array([2, 4], np.int32)]
+    results = [np.full(2, 99, np.int32) for _ in cursors]
+    read = {"slots": None, "reset": None, "force_flush": None, "query_lens": None,
+            "num_accepted": np.array([1, 2], np.int32)}  # fmt: skip
+    jax_ops._Advance(2, 6, 8, -1)(None, results, *cursors, read)
+    assert [*results[0]] == [3, 1] and [*results[1]] == [3, 6]
+    assert [*cursors[0]] == [3, 1] and [*cursors[1]] == [2, 4]
+
+
+# --- Several devices -----------------------------------------------------------------------------
+
+SHARDED = """
+import json, sys
+import jax, numpy as np
+from dataclasses import replace
+from replayssm_cupy import jax_ops
+devices = jax.devices(sys.argv[1])[:4]
+n = len(devices)
+P, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(np.array(devices), ("heads",))
+rng = np.random.default_rng(0)
+sizes = (5, 4 * n, 64, n, 128)
+def fresh():
+    arrays = jax_ops.stack_arrays(1, *sizes, npredicted=2, max_window=6, device=devices[0])
+    state = np.random.default_rng(1).standard_normal(arrays.states[0].shape).astype(np.float32)
+    return replace(arrays, states=[jax.device_put(state, devices[0])])
+def loop(arrays, x, dt, A, B, C, D, slots, accepted):
+    y, arrays = jax_ops.step(arrays, 0, x, dt, A, B, C, D, slots=slots)
+    return y, jax_ops.advance(arrays, slots, accepted, 2)
+one, many = fresh(), fresh()
+axis, tokens = many.specs("heads"), P(None, None, "heads")
+inputs = (tokens, tokens, P("heads"), tokens, tokens, P("heads"), P(), P())
+sharded = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(axis, *inputs),
+                                out_specs=(tokens, axis), check_vma=False), donate_argnums=0)
+many = jax.device_put(many, jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), axis))
+single = jax.jit(loop, donate_argnums=0)
+slots, accepted = np.array([4, 1, -1], np.int32), np.array([2, 1, 0], np.int32)
+same, places = True, None
+for _ in range(7):
+    x = rng.standard_normal((3, 2, 4 * n, 64)).astype("bfloat16")
+    B, C = (rng.standard_normal((3, 2, n, 128)).astype("bfloat16") for _ in range(2))
+    dt = rng.standard_normal((3, 2, 4 * n)).astype(np.float32)
+    A, D = -rng.uniform(0.5, 4, 4 * n).astype(np.float32), np.ones(4 * n, np.float32)
+    given = (x, dt, A, B, C, D, slots, accepted)
+    y, many = sharded(many, *given)
+    right, one = single(one, *(jax.device_put(a, devices[0]) for a in given))
+    same &= np.asarray(y).tobytes() == np.asarray(right).tobytes()
+    now = [s.data.unsafe_buffer_pointer() for s in many.states[0].addressable_shards]
+    places = places or now
+same &= all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True))
+moved = np.asarray(one.ring_start).any()
+print(json.dumps([n, bool(same), places == now, bool(moved), sharded._cache_size()]))
+"""
+
+
+def run_sharded(platform: str, **environment: str) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, platform],
+        capture_output=True, text=True, check=False, timeout=500,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_heads_over_devices_equal_one_device():
+    """Four CPU devices, bit for bit, each part in its place, compiled once."""
+    flags = "--xla_force_host_platform_device_count=4"
+    assert run_sharded("cpu", JAX_PLATFORMS="cpu", XLA_FLAGS=flags) == [4, True, True, True, 1]
+
+
+@pytest.mark.gpu
+def test_heads_over_gpus_equal_one_gpu():
+    try:
+        count = len(jax.devices("gpu"))
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no CUDA device: {error}")
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    assert run_sharded("gpu") == [min(count, 4), True, True, True, 1]
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+
+def test_errors():
+    cpu = jax.devices("cpu")[0]
+    arrays, _ = make(cpu)
+    given = tokens(0, cpu)
+    with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got 2$"):
+        jax_ops.step(arrays, 2, **given)
+    with pytest.raises(ValueError, match=r"^inputs: expected 2 layers' arguments, got 1$"):
+        jax_ops.step_layers(arrays, [given])
+    slots = given["slots"]
+    tokens_of = {name: array for name, array in given.items() if name != "slots"}
+    with pytest.raises(ValueError, match=r"^layers: expected each layer once, got \[1, 1\]$"):
+        jax_ops.step_layers(arrays, [tokens_of] * 2, layers=[1, 1], slots=slots)
+    wrong = given | {"dt": given["dt"][:, :1]}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"dt: expected .*, got \(3, 1, 4\)"):
+        jax.block_until_ready(jax_ops.step(arrays, 0, **wrong))
+
+
+def test_functions_that_work_in_place_name_this_module():
+    arrays, _ = make(jax.devices("cpu")[0])
+    message = r"^states\[0\]: .* got a JAX array, .*; use replayssm_cupy.jax_ops"
+    with pytest.raises(TypeError, match=message):
+        ssm.LayerStack.from_arrays(
+            arrays.states, arrays.x_caches, arrays.B_caches, arrays.dt_caches, arrays.ring_start,
+            arrays.prev_num_accepted_tokens, npredicted=2,
+        )  # fmt: skip

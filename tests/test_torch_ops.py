@@ -1,0 +1,355 @@
+"""``torch.ops.replayssm``: the functions' bits, true schemas, whole graphs in torch.compile."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, Shape, make_pools, make_step
+from oracles import bits
+
+import replayssm_cupy as ssm
+from replayssm_cupy import plan
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from replayssm_cupy import torch_ops  # noqa: E402  # imports torch
+
+OPS = torch.ops.replayssm
+CASE = Case(Shape("torch-ops", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=5)
+LAYERS = 2
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch) -> str:
+    """Where the tensors are; with "kernels" those of tests/host run on them."""
+    name, _, kernels = request.param.partition("-")
+    if kernels:
+        from host.launcher import HostLauncher
+
+        monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA device")
+    return name
+
+
+def put(array: np.ndarray, device: str) -> Any:
+    if array.dtype.name == "bfloat16":
+        tensor = torch.from_numpy(array.copy().view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array.copy())
+    return tensor.to(device)
+
+
+def get(tensor: Any) -> np.ndarray:
+    """The tensor's bits."""
+    tensor = tensor.detach().cpu().contiguous()
+    return bits((tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy())
+
+
+def pools_on(device: str, seed: int = 0) -> dict[str, Any]:
+    pools = make_pools(CASE, np.random.default_rng(seed), fill=True)
+    return {name: put(array, device) for name, array in pools.arrays().items()}
+
+
+def tokens_on(device: str, seed: int = 1, slots: tuple[int, ...] = (4, 1, -1)) -> dict[str, Any]:
+    indices = np.array(slots, np.int32)
+    step = make_step(CASE, len(slots), np.random.default_rng(seed), slots=indices)
+    return {name: put(array, device) for name, array in step.arrays().items()}
+
+
+def split(tokens: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of an operator: by place and by name."""
+    named = {name: tokens[name] for name in tokens if name not in ("x", "dt", "A", "B", "C")}
+    return [tokens[name] for name in ("x", "dt", "A", "B", "C")], named | {"dt_softplus": True}
+
+
+def handle_on(device: str) -> torch_ops.StackHandle:
+    """A stack with tokens waiting in its rings, and the layers' A."""
+    stack = torch_ops.layer_stack(
+        LAYERS, 5, 4, 64, 2, 128, max_window=6, npredicted=2, device=device
+    )
+    for layer in range(LAYERS):
+        for array, source in pools_on(device, layer).items():
+            if array not in ("ring_start", "prev_num_accepted_tokens"):
+                plural = {"state": "states"}.get(array, f"{array}s")
+                getattr(stack, plural)[layer].copy_(source)
+    stack.prev_num_accepted_tokens.copy_(torch.tensor([0, 3, 6, 2, 5]))
+    stack.refresh([tokens_on(device)["A"]] * LAYERS)
+    return torch_ops.StackHandle(stack)
+
+
+def stack_tokens(device: str, seed: int = 1) -> tuple[list[Any], dict[str, Any]]:
+    tokens = tokens_on(device, seed)
+    slots = tokens.pop("state_batch_indices")
+    return list(split(tokens)[0]), split(tokens)[1] | {"slots": slots}
+
+
+def contents(stack: ssm.LayerStack) -> list[np.ndarray]:
+    lists = (stack.states, stack.x_caches, stack.B_caches, stack.dt_caches)
+    arrays = [array for arrays in lists for array in arrays]
+    return [*map(get, (*arrays, stack.ring_start, stack.prev_num_accepted_tokens))]
+
+
+def assert_equal(results: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(results) == len(expected)
+    assert all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+# --- The functions' bits -------------------------------------------------------------------------
+
+
+def test_operators_are_the_functions(device):
+    mine, theirs = pools_on(device), pools_on(device)
+    cursors = {"max_window": 6, "ring_buffer_len": 8}
+    for seed in range(6):
+        given, options = split(tokens_on(device, seed))
+        slots = options["state_batch_indices"]
+        right = ssm.checkpointing_ssu(*theirs.values(), *given, **options)
+        if seed % 2:
+            out = torch.empty_like(given[0])
+            assert OPS.checkpointing_ssu.out(*mine.values(), *given, **options, out=out) is None
+        else:
+            out = OPS.checkpointing_ssu(*mine.values(), *given, **options)
+        assert_equal([get(out)], [get(right)])
+        accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+        ring = mine["ring_start"], mine["prev_num_accepted_tokens"]
+        OPS.advance_ring(*ring, accepted, 2, slots=slots, **cursors)
+        ring = theirs["ring_start"], theirs["prev_num_accepted_tokens"]
+        ssm.advance_ring(*ring, accepted, 2, slots, **cursors)
+    assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+
+
+def test_plain_update(device):
+    given, options = split(tokens_on(device))
+    states = [pools_on(device)["state"] for _ in range(3)]
+    out = OPS.selective_state_update(states[0], *given, **options)
+    right = ssm.selective_state_update(states[1], *given, **options)
+    written = torch.empty_like(right)
+    assert OPS.selective_state_update.out(states[2], *given, **options, out=written) is None
+    assert_equal([get(out), get(written)], [get(right)] * 2)
+    assert_equal([get(states[0]), get(states[2])], [get(states[1])] * 2)
+
+
+def test_handles_are_the_stack(device):
+    handle, stack = handle_on(device), handle_on(device).stack
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+    prefix = torch.tensor([1, 2, 0], dtype=torch.int32, device=device)
+    copies = torch.tensor([0, 3, -1], dtype=torch.int32, device=device)
+    for seed in range(4):
+        given, options = stack_tokens(device, seed)
+        for layer in range(LAYERS):
+            out = handle.step(layer, *given, **options)
+            assert_equal([get(out)], [get(stack.step(layer, *given, **options))])
+        handle.advance(options["slots"], accepted)
+        stack.advance(options["slots"], accepted)
+    lengths = torch.tensor([1, 2, 0], dtype=torch.int32, device=device)
+    handle.advance(options["slots"], accepted.clamp(max=1), query_lens=lengths)
+    stack.advance(options["slots"], accepted.clamp(max=1), lengths)
+    handle.materialize(options["slots"], copies, prefix)
+    stack.materialize(options["slots"], copies, prefix)
+    assert_equal(contents(handle.stack), contents(stack))
+    handle.reset(copies)
+    stack.reset(copies)
+    assert_equal(contents(handle.stack), contents(stack))
+    assert not handle.stack.states[1][0].any()
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_stack_of_new_tensors(device, state_dtype):
+    stack = torch_ops.layer_stack(
+        1, 3, 4, 64, 2, 128, npredicted=2, state_dtype=state_dtype, stochastic_rounding=7,
+        device=device,
+    )  # fmt: skip
+    assert stack.state_dtype == state_dtype and str(stack.device).startswith(device)
+    assert isinstance(stack.rand_seed, torch.Tensor) and int(stack.rand_seed) == 7
+    assert all(int(scale.sum()) == 3 * 4 * 64 for scale in stack.state_scales)
+    given, options = stack_tokens(device)
+    options["slots"] = options["slots"].clamp(max=2)
+    out = torch_ops.StackHandle(stack).step(0, *given, **options)
+    assert torch.isfinite(out.float()).all() and out[:2].any()
+
+
+# --- Schemas -------------------------------------------------------------------------------------
+
+
+def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], Any]:
+    """Arguments of a call of each operator, and the handle that keeps the stack alive."""
+    handle = handle_on(device)
+    stack, pools = handle.stack, pools_on(device)
+    stack.prev_num_accepted_tokens.fill_(3)  # a flush would not be the same when it is repeated
+    named = handle.number, handle.anchor
+    given, options = split(tokens_on(device))
+    out = torch.empty_like(given[0])
+    tokens, stack_options = stack_tokens(device)
+    slots = stack_options["slots"]
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+    nothing = torch.zeros_like(accepted)
+    cursors = stack.ring_start.clone(), stack.prev_num_accepted_tokens.clone()
+    sizes = {"max_window": 6, "ring_buffer_len": 8}
+    copies = torch.tensor([0, 3, -1], dtype=torch.int32, device=device)
+    return {
+        "checkpointing_ssu.default": ((*pools.values(), *given), options),
+        "checkpointing_ssu.out": ((*pools.values(), *given), options | {"out": out}),
+        "selective_state_update.default": ((pools["state"], *given), options),
+        "selective_state_update.out": ((pools["state"], *given), options | {"out": out}),
+        "advance_ring.default": ((*cursors, accepted, 2, None, slots), sizes),
+        "stack_step.default": ((*named, 1, *tokens), stack_options),
+        "stack_advance.default": ((*named, slots, nothing, 2), {}),
+        "stack_materialize.default": ((*named, slots, copies, nothing), {}),
+        "stack_reset.default": ((*named, copies), {}),
+    }, handle
+
+
+NAMES = (
+    "checkpointing_ssu.default",
+    "checkpointing_ssu.out",
+    "selective_state_update.default",
+    "selective_state_update.out",
+    "advance_ring.default",
+    "stack_step.default",
+    "stack_advance.default",
+    "stack_materialize.default",
+    "stack_reset.default",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name):
+    calls, _handle = calls_of_every_operator(device)
+    assert calls.keys() == set(NAMES)
+    operator, overload = name.split(".")
+    arguments, options = calls[name]
+    torch.library.opcheck(getattr(getattr(OPS, operator), overload), arguments, options)
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def loop(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any], accepted: Any):
+    """Steps, two advances that are the same call, and a step on what they leave."""
+    first = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
+    handle.advance(options["slots"], accepted, query_len=2)
+    handle.step(1, *given, **options)
+    handle.advance(options["slots"], accepted, query_len=2)
+    handle.advance(options["slots"], accepted, query_len=2)
+    second = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
+    return torch.stack([*first, *second]).float() * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_loop(device, backend):
+    """Nothing is merged, dropped or put in another order, and no state is copied."""
+    torch.compiler.reset()
+    handle, eager = handle_on(device), handle_on(device)
+    places = [state.data_ptr() for state in handle.stack.states]
+    compiled = torch.compile(loop, fullgraph=True, backend=backend)
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+    for seed in range(3):
+        given, options = stack_tokens(device, seed)
+        out = compiled(handle, given, options, accepted)
+        assert_equal([get(out)], [get(loop(eager, given, options, accepted))])
+        assert_equal(contents(handle.stack), contents(eager.stack))
+    assert places == [state.data_ptr() for state in handle.stack.states]
+    assert not handle.anchor.any()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_functions_change_the_callers_tensors(device, backend):
+    torch.compiler.reset()
+
+    def update(pools: dict[str, Any], given: list[Any], options: dict[str, Any]) -> Any:
+        out = OPS.checkpointing_ssu(*pools.values(), *given, **options)
+        cursors = pools["ring_start"], pools["prev_num_accepted_tokens"]
+        accepted = torch.ones_like(options["state_batch_indices"])
+        OPS.advance_ring(
+            *cursors, accepted, 2, None, options["state_batch_indices"],
+            max_window=6, ring_buffer_len=8,
+        )  # fmt: skip
+        return out, OPS.checkpointing_ssu(*pools.values(), *given, **options)
+
+    mine, theirs = pools_on(device), pools_on(device)
+    places = [tensor.data_ptr() for tensor in mine.values()]
+    compiled = torch.compile(update, fullgraph=True, backend=backend)
+    for seed in range(3):
+        given, options = split(tokens_on(device, seed))
+        outs, expected = compiled(mine, given, options), update(theirs, given, options)
+        assert_equal([*map(get, outs)], [*map(get, expected)])
+    assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+    assert places == [tensor.data_ptr() for tensor in mine.values()]
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+
+def test_handles_that_are_gone():
+    handle = handle_on("cpu")
+    number, anchor = handle.number, handle.anchor
+    del handle
+    gc.collect()
+    with pytest.raises(ValueError, match=rf"^stack: .* a live StackHandle, got {number}$"):
+        OPS.stack_reset(number, anchor)
+
+
+def test_stack_of_other_arrays():
+    stack = ssm.LayerStack(1, 2, 4, 64, 2, 128, device="cpu")
+    with pytest.raises(TypeError, match=r"^stack: .* over torch tensors, got one of ndarray$"):
+        torch_ops.StackHandle(stack)
+
+
+def test_errors_name_the_argument():
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    wrong = [given[0].expand(3, 2, 4, 64).repeat(1, 2, 1, 1), *given[1:]]
+    with pytest.raises(ValueError, match=r"^x: expected at most npredicted = 2 tokens, got 4$"):
+        handle.step(0, *wrong, **options)
+    two = torch.tensor([2, 1, 0], dtype=torch.int32)
+    message = r"^query_len: expected None beside query_lens, got both$"
+    with pytest.raises(ValueError, match=message):
+        handle.advance(options["slots"], two, query_len=2, query_lens=two)
+    cursors = handle.stack.ring_start, handle.stack.prev_num_accepted_tokens
+    with pytest.raises(ValueError, match=r"^query_len: expected an int, or query_lens, got None$"):
+        OPS.advance_ring(*cursors, two, max_window=6, ring_buffer_len=8)
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_cuda_graph_and_side_stream():
+    """A captured loop replays on new contents of its inputs, on any stream."""
+    captured, eager = handle_on("cuda"), handle_on("cuda")
+    given, options = stack_tokens("cuda")
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device="cuda")
+    loop(handle_on("cuda"), given, options, accepted)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = loop(captured, given, options, accepted)
+    side = torch.cuda.Stream()
+    for seed in range(5):
+        with torch.cuda.stream(side):
+            for mine, theirs in zip(given, stack_tokens("cuda", seed)[0], strict=True):
+                mine.copy_(theirs)
+            graph.replay()
+            right = loop(eager, given, options, accepted)
+        side.synchronize()
+        assert_equal([get(out)], [get(right)])
+        assert_equal(contents(captured.stack), contents(eager.stack))
+
+
+@pytest.mark.gpu
+def test_reduce_overhead():
+    """torch.compile's own CUDA graphs."""
+    torch.compiler.reset()
+    handle, eager = handle_on("cuda"), handle_on("cuda")
+    compiled = torch.compile(loop, fullgraph=True, mode="reduce-overhead")
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device="cuda")
+    loop(handle_on("cuda"), *stack_tokens("cuda"), accepted)
+    for seed in range(6):
+        given, options = stack_tokens("cuda", seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(handle, given, options, accepted).clone()
+        assert_equal([get(out)], [get(loop(eager, given, options, accepted))])
+    torch.cuda.synchronize()
+    assert_equal(contents(handle.stack), contents(eager.stack))
