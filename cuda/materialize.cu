@@ -189,37 +189,15 @@ struct Destination {
     }
   }
 
-  // Encodes both rows as `store_scaled_row` does. Even lanes find the scale of row g, odd ones that
-  // of row g + 8: the divisions of a slab are done once.
-  __device__ __forceinline__ void put_scaled_rows(const Lane& lane) {
-    const bool odd = lane.t & 1;
-    const float amax[2] = {largest(rows[0]), largest(rows[1])};
-    const float theirs = __shfl_xor_sync(kAllLanes, odd ? amax[0] : amax[1], 1);
-    const float half = ptx::max_magnitude(odd ? amax[1] : amax[0], theirs);
-    const float whole = ptx::max_magnitude(half, __shfl_xor_sync(kAllLanes, half, 2));
-    const convert::RowScale mine = convert::row_scale<State>(whole);
-    const float other = __shfl_xor_sync(kAllLanes, mine.encode, 1);
-    if (lane.t < 2) scale[8 * lane.t] = mine.decode;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const convert::RowScale row = {odd == (h == 1) ? mine.encode : other, 0.0f};
-#pragma unroll
-      for (int J = 0; J < kDstate / 64; ++J) {
-        const int64_t at = offset + 8 * h * kDstate + 64 * J;
-        float2 piece[8];
-#pragma unroll
-        for (int q = 0; q < 8; ++q) piece[q] = row.scaled(rows[h][8 * J + q]);
-        const uint4 codes = encode_piece_of_row<State, kStochastic>(piece, rounding, at);
-        ptx::st_global_v4(storage + at, make_uint4(row.stored(codes.x), row.stored(codes.y),
-                                                   row.stored(codes.z), row.stored(codes.w)));
-      }
-    }
-  }
-
   // Stores what waits, and moves on to the next slab.
   __device__ __forceinline__ void finish(const Lane& lane) {
     if constexpr (convert::kScaled<State>) {
-      put_scaled_rows(lane);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int64_t at = offset + 8 * h * kDstate;
+        store_scaled_row<State, kStochastic, kDstate / 64>(storage + at, scale + 8 * h, at, rows[h],
+                                                           rounding, lane);
+      }
       scale += kRows;
     }
     offset += kRows * kDstate;
@@ -265,9 +243,7 @@ struct Source {
       for (int h = 0; h < 2; ++h) {
         slab.x[i][h] = live[i] ? ptx::ld_global_u32(x[i] + 8 * h) : 0u;
       }
-      if constexpr (convert::kScaled<State>) {
-        slab.scale[i] = __uint_as_float(ptx::ld_global_u32(scale + 8 * i));
-      }
+      if constexpr (convert::kScaled<State>) slab.scale[i] = scale[8 * i];
     }
   }
 

@@ -728,13 +728,6 @@ EDITS = {
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
         ("slabs of wide states never asked for", "if (!kAsksEarly<State, Act> &&", "if (false &&"),
-        ("rows of a slab share a scale", "odd == (h == 1) ? mine.encode : other", "mine.encode"),
-        (
-            "largest of half a row",
-            "ptx::max_magnitude(half, __shfl_xor_sync(kAllLanes, half, 2))",
-            "half",
-        ),
-        ("scales of two rows swapped", "scale[8 * lane.t] =", "scale[8 - 8 * lane.t] ="),
         ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
