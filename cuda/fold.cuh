@@ -38,12 +38,6 @@ template <class State>
 struct Fold {
   uint32_t x[kFoldTerms<State>][4];
   float decay;
-
-  // Rows g + 8 take the place of rows g.
-  __device__ __forceinline__ void swap_rows() {
-#pragma unroll
-    for (int k = 0; k < kFoldTerms<State>; ++k) x[k][0] = x[k][1], x[k][2] = x[k][3];
-  }
 };
 
 // `x` holds the rows as an A operand.
@@ -61,18 +55,6 @@ __device__ __forceinline__ Fold<State> prepare_fold(const FoldWeights& weights,
   }
   split_rows(scaled, fold.x);
   return fold;
-}
-
-// One pair of columns of row g with the rows folded in; b0 and b1 are B's operands there.
-template <class State, class Act>
-__device__ __forceinline__ float2 fold_pair(float2 stored, uint32_t b0, uint32_t b1, float decay,
-                                            const Fold<State>& fold) {
-  uint32_t terms0[kExactTerms<Act>], terms1[kExactTerms<Act>];
-  activation_terms<Act>(b0, terms0);
-  activation_terms<Act>(b1, terms1);
-  float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  product(d, fold.x, terms0, terms1);
-  return make_float2(fmaf(decay, stored.x, d[0]), fmaf(decay, stored.y, d[1]));
 }
 
 // One pair of columns of rows g and g + 8 with the rows folded in; b0 and b1 are B's operands

@@ -318,9 +318,6 @@ struct SlabTile {
     __device__ __forceinline__ uint4 load(int half, int J) const {
       return ptx::load_shared16((J % 2 ? odd : even) + 128 * (half * kPiecesOfRow + J / 2));
     }
-    __device__ __forceinline__ void swap_rows() {  // rows g + 8 take the place of rows g
-      even += 128 * kPiecesOfRow, odd += 128 * kPiecesOfRow;
-    }
   };
   __device__ __forceinline__ Pieces pieces(const Lane& lane) const {
     const int swap = kSwapped ? lane.g & 1 : 0;

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from replayssm_cupy import decode, keys, plan, resources
+from replayssm_cupy import decode, keys, plan, resources, schedule
 from replayssm_cupy.__main__ import main
 from replayssm_cupy.compiler import TARGETS, Resources
 from replayssm_cupy.keys import (
@@ -189,3 +189,16 @@ def test_table(compiled, capsys):
 def test_unknown_target(capsys):
     assert main(["kernels", "--arch", "sm_70"]) == 2
     assert capsys.readouterr().err.startswith("error: arch: expected one of sm_80, ")
+
+
+def test_division_by_an_inverse():
+    """What `divide` of cuda/checkpointing_ssu.cu does for tickets of up to 2^20 sequences."""
+    rng = np.random.default_rng(0)
+    divisors = [1, 2, 3, 7, 8, 65535, 65536, *rng.integers(1, 1 << 16, 200)]
+    for divisor in map(int, divisors):
+        inverse, most = schedule.inverse(divisor), min(divisor << 20, 2**44 // divisor) - 1
+        near = {k * divisor + e for k in (1, 2, 511, 512, most // divisor) for e in (-1, 0, 1)}
+        numbers = {0, most, *near, *map(int, rng.integers(0, most + 1, 50))}
+        for number in (n for n in numbers if 0 <= n <= most):
+            assert number * inverse < 2**64
+            assert number * inverse >> 44 == number // divisor, (number, divisor)
