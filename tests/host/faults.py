@@ -321,11 +321,6 @@ EDITS = {
             "products, group(), window",
         ),
         (
-            "fold leaves its registers to C",
-            "        readers.load(group(), window, lane);  // a fold needs their registers\n",
-            "",
-        ),
-        (
             "old rows of a flush weigh as the new ones",
             "weights(i) + weight_shape.old_rows(), tile",
             "weights(i), tile",
