@@ -81,58 +81,62 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   __syncwarp();
 }
 
+// One piece of rows g and g + 8 with the old rows folded in; `operands` are B's, as `prepare_B`
+// left them for the lane.
+template <class State, class Act>
+__device__ __forceinline__ void fold_piece(float2 (&upper)[8 / sizeof(State)],
+                                           float2 (&lower)[8 / sizeof(State)], const uint4& above,
+                                           const uint4& below, const uint4* operands,
+                                           const float (&decay)[2], const Fold<State>& fold) {
+#pragma unroll
+  for (int q = 0; q < 8 / static_cast<int>(sizeof(State)); q += 2) {
+    const uint4 b = operands[16 * q];
+    float2 u[2], l[2];
+    piece_pairs<State>(above, q, u);
+    piece_pairs<State>(below, q, l);
+    fold_pair<State, Act>(upper[q], lower[q], u[0], l[0], b.x, b.y, decay, fold);
+    fold_pair<State, Act>(upper[q + 1], lower[q + 1], u[1], l[1], b.z, b.w, decay, fold);
+  }
+}
+
 // Folds the old rows into one slab of state and stores it. `B` is as `prepare_B` left it.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
                                           const SlabTile<State, kDstate>& slab,
                                           const unsigned char* B, const Fold<State>& fold,
                                           const Lane& lane) {
-  constexpr int kPiece = 16 / sizeof(State), kPairsOfPiece = kPiece / 2;
-  constexpr int kPieces = kDstate / (4 * kPiece);
+  constexpr int kPairsOfPiece = 8 / sizeof(State), kPieces = kDstate / (8 * kPairsOfPiece);
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay, fold.decay};
 #pragma unroll 2
   for (int J = 0; J < kPieces; ++J) {
-    const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
     float2 folded[2][kPairsOfPiece];
-#pragma unroll
-    for (int q = 0; q < kPairsOfPiece; q += 2) {
-      const uint4 b = operands[16 * (J * kPairsOfPiece + q)];
-      float2 u[2], l[2];
-      piece_pairs<State>(upper, q, u);
-      piece_pairs<State>(lower, q, l);
-      fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
-      fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay, fold);
-    }
+    fold_piece<State, Act>(folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+                           operands + 16 * J * kPairsOfPiece, decay, fold);
     target.put(folded, J);
   }
 }
 
-// The same for an 8-bit state, whose rows are encoded when all of them is known. `scales` decode
+// The same for an 8-bit state, a row of which is encoded when all of it is known. `scales` decode
 // row g and, 8 behind, row g + 8 as they were.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
                                                  const SlabTile<State, kDstate>& slab,
                                                  const unsigned char* B, const Fold<State>& fold,
                                                  const float* scales, const Lane& lane) {
-  constexpr int kPieces = kDstate / 64;
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
   float2 rows[2][kDstate / 8];
 #pragma unroll
-  for (int J = 0; J < kPieces; ++J) {
-    const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
+  for (int J = 0; J < kDstate / 64; ++J) {
+    float2 folded[2][8];
+    fold_piece<State, Act>(folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+                           operands + 128 * J, decay, fold);
 #pragma unroll
-    for (int q = 0; q < 8; q += 2) {
-      const uint4 b = operands[16 * (8 * J + q)];
-      const int r = 8 * J + q;
-      float2 u[2], l[2];
-      piece_pairs<State>(upper, q, u);
-      piece_pairs<State>(lower, q, l);
-      fold_pair<State, Act>(rows[0][r], rows[1][r], u[0], l[0], b.x, b.y, decay, fold);
-      fold_pair<State, Act>(rows[0][r + 1], rows[1][r + 1], u[1], l[1], b.z, b.w, decay, fold);
+    for (int q = 0; q < 8; ++q) {
+      rows[0][8 * J + q] = folded[0][q], rows[1][8 * J + q] = folded[1][q];
     }
   }
   target.put_rows(rows, lane);

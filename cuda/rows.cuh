@@ -170,10 +170,6 @@ struct TileShape {
         gated(params.z != nullptr) {}
   __device__ int y_pitch() const { return x_pitch * 2 - 16; }  // of outputs in float32
   __device__ int head_bytes() const { return (old_rows + (gated ? 2 : 1) * tokens) * x_pitch; }
-  // C, then B; the old rows of B make room for the fragments of `prepare_B`.
-  __device__ int group_bytes() const {
-    return tokens * kPitch + max((old_rows + tokens) * kPitch, kDstate * 32);
-  }
 };
 
 // Where row j of a step lies in its tiles.

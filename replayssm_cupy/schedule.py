@@ -206,9 +206,10 @@ def _share(
 ) -> dict[str, int]:
     """Where the parts of a share of shared memory lie, as fields of the record.
 
-    They are slabs of state; C and B of a group; x and z of a head, `head_tiles` times; its outputs;
-    products of C and B of new and old rows; scales of C; dt; weights of `heads` heads (a
-    `WeightShape` each); decode scales of the state; cursors.
+    They are slabs of state; C and B of a group, with room for what `prepare_B` makes of the old
+    rows of B; x and z of a head, `head_tiles` times; its outputs; products of C and B of new and
+    old rows; scales of C; dt; weights of `heads` heads (a `WeightShape` each); decode scales of the
+    state; cursors.
     """
     size = itemsize(key.activation_dtype)
     pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16  # `TileShape`
