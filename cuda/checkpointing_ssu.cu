@@ -66,7 +66,7 @@ struct Worker {
   // ---- what a warp works on ---------------------------------------------------------------------
 
   __device__ __forceinline__ Request request(const Item& item) const {
-    return unpack_request(list.entry(item.n, listed));
+    return unpack_request(list.entry(params, item.n, listed));
   }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
     return {memory + params.at_group, shape};
@@ -252,13 +252,7 @@ struct Worker {
                                               [&](int j) { return in_order().old_row(window, j); });
     }
     __syncwarp();
-    for (int t = 0; t < window.q; ++t) {
-      float scale = 1.0f;
-      if constexpr (kScaledC<State, Act>) {
-        scale = scale_C<kDstate>(group().C + t * group().kPitch, lane);
-      }
-      if (lane.index == 0) scales_of_C[t] = scale;
-    }
+    prepare_C<State>(scales_of_C, group(), window.q, lane);
     if (window.flush) prepare_B<State>(group(), in_order(), window, lane);
     __syncwarp();
     const int rows_of_head = window.flush ? 2 * kRows : kRows;
@@ -339,17 +333,15 @@ constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
-  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
-  for (int first = 0; first < params.batch; first += kMostListed) {
+  for (int first = 0; first < params.batch; first += params.most_listed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
     const int2 listed = list_requests(list, params, first);
-    list.unused = asked;
     unsigned char* memory =
-        ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_share;
+        ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
     Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();
     append<Act, kDstate>(list, params, listed);
     __syncthreads();

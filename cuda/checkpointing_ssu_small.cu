@@ -123,13 +123,7 @@ struct Head {
                                               lane, [&](int j) { return map.old_row(window, j); });
     }
     __syncwarp();
-    for (int t = 0; t < window.q; ++t) {
-      float of_token = 1.0f;
-      if constexpr (kScaledC<State, Act>) {
-        of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
-      }
-      if (lane.index == 0) scales_of_C()[t] = of_token;
-    }
+    replay::prepare_C<State>(scales_of_C(), group(), window.q, lane);
     if (window.flush) prepare_B<State>(group(), map, window, lane);
   }
 

@@ -66,6 +66,7 @@ struct CheckpointingSsuParams {
   int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
   // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
   // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
+  int most_listed, bytes_of_list;  // sequences, at a time, and their bytes in front of the shares
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;

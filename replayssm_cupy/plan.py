@@ -63,7 +63,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_sequence items_of_group bytes_of_share at_group at_head
+            heads_of_item items_of_sequence items_of_group most_listed bytes_of_list bytes_of_share at_group at_head
             at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
         ),
     ]

@@ -20,8 +20,9 @@ from .keys import (
 
 SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
+LIST_HEADER, ENTRY = 272, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
-LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
+MOST_LISTED = 512  # sequences that a block works on at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +149,21 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
     )  # fmt: skip
     size = share["bytes_of_share"]
-    warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
+    listed = min(max(step.batch, 1), MOST_LISTED)
+    list_bytes = _round_up(LIST_HEADER + ENTRY * listed, 128)
+    warps = max(1, min(most_warps(key), (on.shared_bytes - list_bytes) // size))
     blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
     of_sequence = step.nheads // step.heads_per_group * items
     share |= {
+        "most_listed": listed,
+        "bytes_of_list": list_bytes,
         "heads_of_item": heads,
         "items_of_sequence": of_sequence,
         "items_of_group": items,
         "inverse_items_of_sequence": inverse(of_sequence),
         "inverse_items_of_group": inverse(items),
     }
-    return Schedule(key, (blocks, 1, 1), 32 * warps, LIST_BYTES + warps * size, share)
+    return Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
 
 
 def inverse(divisor: int) -> int:
@@ -212,16 +217,15 @@ def _share(
     state; cursors.
     """
     size = itemsize(key.activation_dtype)
-    pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16  # `TileShape`
+    pitch, x_pitch = key.dstate * size, step.head_dim * size + 16  # `GroupTile`, `TileShape`
     tokens = step.tokens
+    products = 4 * 2 * SLAB * tokens
     weights = _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
     parts = {
         "": state_bytes,
         "at_group": tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32),
         "at_head": head_tiles * (old_rows + (2 if step.gated else 1) * tokens) * x_pitch,
-        "at_outputs": tokens * (2 * x_pitch - 16),
-        "at_products": 4 * 2 * SLAB * tokens,
-        "at_scales_of_C": 4 * tokens,
+        "at_outputs": max(tokens * (2 * x_pitch - 16), products + 4 * tokens),
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * weights,
         "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
@@ -232,6 +236,9 @@ def _share(
         share[name] = end
         end += _round_up(length, 16)
     del share[""]
+    # Products and scales are used up when the first outputs come.
+    share["at_products"] = share["at_outputs"]
+    share["at_scales_of_C"] = share["at_outputs"] + products
     return share | {"bytes_of_share": _round_up(end, 128)}
 
 
