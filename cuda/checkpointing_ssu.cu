@@ -339,7 +339,6 @@ constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
-  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
@@ -347,7 +346,6 @@ __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
   for (int first = 0; first < params.batch; first += kMostListed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
     const int2 listed = list_requests(list, params, first);
-    list.unused = asked;
     unsigned char* memory =
         ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_share;
     Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();

@@ -44,7 +44,7 @@ struct Head {
   __device__ __forceinline__ float* scales() const {  // of the warp's slab
     return floats(params.at_scales) + warp * kRows;
   }
-  // ring_start, prev_num_accepted_tokens, and a word that nobody reads.
+  // ring_start, prev_num_accepted_tokens.
   __device__ __forceinline__ int* cursors() const {
     return reinterpret_cast<int*>(memory + params.at_cursors);
   }
@@ -232,7 +232,6 @@ constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   const int row = blockIdx.x;
@@ -262,7 +261,6 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   }
   block.ask_for_slot(request);
   ptx::cp_async_commit();
-  block.cursors()[2] = asked;
   ptx::cp_async_wait<0>();
   __syncthreads();
   set_window(params, request, block.cursors()[0], block.cursors()[1]);

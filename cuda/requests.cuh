@@ -33,7 +33,6 @@ struct alignas(128) RequestList {
   Entry entries[kMostListed];  // those that flush from the front on, the others from the back
   int counts[kMostWarps][2];
   int taken, appended;  // items of this block, and tokens
-  unsigned unused;
 
   // Sequence n in the order of work: those that flush come first.
   __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {

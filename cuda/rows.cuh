@@ -8,14 +8,6 @@
 
 namespace replay {
 
-// Asks for all of the record at once, a line a lane: the constant cache would fetch line after line
-// as they come up. Whatever uses the result waits for them.
-template <class Params>
-__device__ __forceinline__ unsigned ask_for_params(const Params& params) {
-  constexpr unsigned kWords = sizeof(Params) / 4;
-  return reinterpret_cast<const unsigned*>(&params)[min(16 * (threadIdx.x & 31), kWords - 1)];
-}
-
 // One sequence of the batch, and the rows of its step. `token` is the place of the sequence's first
 // token among the batch's.
 struct Request {

@@ -225,7 +225,7 @@ def _share(
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * weights,
         "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
-        "at_cursors": 12,
+        "at_cursors": 8,
     }
     share, end = {}, 0
     for name, length in parts.items():
