@@ -4,6 +4,7 @@
 // lie in shared memory by their places in the ring, so that nothing waits for the cursors but the
 // weights. Dead rows come along and are never used.
 #include "flush.cuh"
+#include "prepare.cuh"
 
 using namespace replay;
 
@@ -115,7 +116,7 @@ struct Head {
   }
 
   // Products of C and B, and then C beside the state's codes, and B as operands of a fold.
-  __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
+  __device__ __forceinline__ void prepare_rows(const Window& window, const RowMap& map) const {
     put_products<Act, kDstate, kTokenTiles>(products(), group(), window, lane,
                                             [&](int j) { return map.row(window, j); });
     if (window.flush) {
@@ -123,13 +124,7 @@ struct Head {
                                               lane, [&](int j) { return map.old_row(window, j); });
     }
     __syncwarp();
-    for (int t = 0; t < window.q; ++t) {
-      float of_token = 1.0f;
-      if constexpr (kScaledC<State, Act>) {
-        of_token = scale_C<kDstate>(group().C + t * group().kPitch, lane);
-      }
-      if (lane.index == 0) scales_of_C()[t] = of_token;
-    }
+    prepare_C<kScaledC<State, Act>>(scales_of_C(), group(), window, lane);
     if (window.flush) prepare_B<State>(group(), map, window, lane);
   }
 
@@ -270,7 +265,7 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   float acc[1][kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
-  if (block.prepares_C()) block.prepare_C(window, map);
+  if (block.prepares_C()) block.prepare_rows(window, map);
   if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the products are there, and C
   if (block.prepares_dt()) block.prepare_weights(window, decays, constant);

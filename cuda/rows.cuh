@@ -265,6 +265,16 @@ struct GroupTile {
     }
   }
 
+  __device__ __forceinline__ void copy_C(const CheckpointingSsuParams& params,
+                                         const Request& request, int group,
+                                         const Spread& spread) const {
+    const ptx::smem_t to = ptx::to_smem(C) + 16 * spread.piece;
+    for (int t = spread.row; t < request.window.q; t += spread.rows) {
+      const Act* from = C_of_token<Act>(params, request, group, t) + 8 * spread.piece;
+      ptx::cp_async16(to + t * kPitch, from);
+    }
+  }
+
   __device__ __forceinline__ unsigned char* B() const { return C + shape.tokens * kPitch; }
   __device__ __forceinline__ const Act* B_row(int row) const {
     return reinterpret_cast<const Act*>(B() + row * kPitch);
