@@ -46,18 +46,20 @@ struct Precompute {
     return scales_of_C() + ((shape.tokens + 3) & ~3);
   }
 
-  __device__ __forceinline__ void ask_for_rows() const {
+  __device__ __forceinline__ void ask_for_tokens() const {
+    rows().copy_tokens(params, request, group, Spread(lane.index, 32, kDstate / 8));
+  }
+
+  __device__ __forceinline__ void ask_for_ring() const {
     const Window& window = request.window;
-    const Spread spread(lane.index, 32, kDstate / 8);
-    rows().copy_ring(params, request, group, window.start, window.live, spread);
-    rows().copy_tokens(params, request, group, spread);
+    rows().copy_ring(params, request, group, window.start, window.live,
+                     Spread(lane.index, 32, kDstate / 8));
     const int row = ring_row(window.start, lane.index & 15, params.ring_buffer_len);
     for (int i = lane.index >> 4; i < heads && (lane.index & 15) < window.live; i += 2) {
       const float* ring = dt_ring(params, request.slot, head + i);
       ptx::cp_async4(ptx::to_smem(dt() + 2 * kRows * i + (lane.index & 15)),
                      ring + row_offset(row, params.dt_cache_row_stride));
     }
-    ptx::cp_async_commit();
   }
 
   __device__ __forceinline__ void make_weights(const NewDt<kTokenTiles>& new_dt,
@@ -101,14 +103,16 @@ __global__ void __launch_bounds__(32)
   ptx::grid_dependency_launch();
   Request request = find_request(params, blockIdx.x);
   if (request.slot < 0) return;
-  set_window(params, request, *ring_start_of(params, request.slot),
-             *live_rows_of(params, request.slot));
-  if (request.window.q == 0 && !request.window.flush) return;
   const Precompute<kScaled, Act, kDstate, kTokenTiles> block(params, request, ptx::dynamic_smem());
-  block.ask_for_rows();
+  // What does not need the cursors is asked for first.
+  block.ask_for_tokens();
   NewDt<kTokenTiles> new_dt;
   new_dt.load(params, request, block.head, block.heads, block.lane);
   const float constant = load_constant(params, block.head, block.heads, block.lane);
+  set_window(params, request, *ring_start_of(params, request.slot),
+             *live_rows_of(params, request.slot));
+  block.ask_for_ring();
+  ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   __syncwarp();
   block.make_weights(new_dt, constant);

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
     "prefix_checks": {"arrays", "errors", "keys", "plan"},
     "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
-              "reference"},
+              "reference", "scratch"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
     "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds", "keys",
                "plan", "reference", "schedule", "scratch"},
