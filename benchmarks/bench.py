@@ -18,7 +18,8 @@ one; with ``--cycle`` the same graph is timed at W consecutive steps' cursors an
 counts the whole cycle of each row. The acceptance is a truncated geometric distribution, or a
 histogram (lines: accepted count, how often).
 
-A shape is heads/groups/head_dim/dstate. "floor": the fewest bytes at the read rate of this run.
+A shape is heads/groups/head_dim/dstate. With ``--algorithm two-kernel`` the replay is one kernel's,
+and two kernels' have a column of their own. "floor": the fewest bytes at the read rate of this run.
 "flush-first": a kernel without arithmetic that reads and writes as many bytes, those it writes
 first and with evict_last: what the memory allows once some rows flush. Per cent are either of them
 over the time of the replay.

@@ -11,7 +11,11 @@
 // memory while it computes on those that came before. Writes `out`, the new ring rows, and the
 // checkpoint on flush. Never reads a dead ring row, never writes a live one, touches nothing of a
 // padded row but `out`.
+//
+// A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
+// scratch, so a warp asks for them like for rows, and of B for old rows that are folded.
 #include "flush.cuh"
+#include "prepare.cuh"
 #include "requests.cuh"
 
 using namespace replay;
@@ -32,7 +36,7 @@ struct Item {
   const unsigned char* state;
 };
 
-template <class State, class Act, int kDstate, int kTokenTiles>
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared>
 struct Worker {
   using Slab = SlabTile<State, kDstate>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
@@ -50,6 +54,7 @@ struct Worker {
   NewDt<kTokenTiles> new_dt;  // of `next`
   float constant;             // of its heads: A, D, dt_bias, one value a lane
   bool group_late;            // its B and C could not be asked for yet
+  bool second;                // weights from scratch are in the second of two places
 
   __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
                                     unsigned char* of_warp)
@@ -61,7 +66,8 @@ struct Worker {
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
         memory(of_warp),
-        group_late(false) {}
+        group_late(false),
+        second(false) {}
 
   // ---- what a warp works on ---------------------------------------------------------------------
 
@@ -84,7 +90,11 @@ struct Worker {
     return floats(params.at_dt) + 2 * kRows * i;
   }
   __device__ __forceinline__ float* weights(int i) const {
-    return floats(params.at_weights) + i * weight_shape.words();
+    return floats(params.at_weights) + (place_of_weights(second) + i) * weight_shape.words();
+  }
+  // Those from scratch come while the item before still needs its own.
+  __device__ __forceinline__ int place_of_weights(bool of_second) const {
+    return kPrepared && of_second ? params.heads_of_item : 0;
   }
   __device__ __forceinline__ float* scales(int parity) const {
     return floats(params.at_scales) + parity * params.head_dim;
@@ -128,6 +138,14 @@ struct Worker {
 
   __device__ __forceinline__ void ask_for_group(const Request& of_item) {
     const Window& window = of_item.window;
+    if constexpr (kPrepared) {
+      group().copy_C(params, of_item, next.group, spread_B);
+      if (window.flush) {
+        group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
+      }
+      ask_for_weights(of_item);
+      return;
+    }
     group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
     group().copy_tokens(params, of_item, next.group, spread_B);
     const int j = lane.index & 15;
@@ -138,6 +156,19 @@ struct Worker {
     }
     new_dt.load(params, of_item, next.head, next.heads, lane);
     constant = load_constant(params, next.head, next.heads, lane);
+  }
+
+  __device__ __forceinline__ void ask_for_weights(const Request& of_item) const {
+    const int place = place_of_weights(!second);
+    for (int i = 0; i < next.heads; ++i) {
+      float* to = floats(params.at_weights) + (place + i) * weight_shape.words();
+      for_parts_in_scratch(params, weight_shape, of_item, next.head + i,
+                           [&](int part, const float* scratch, int pieces) {
+                             for (int k = lane.index; k < pieces; k += 32) {
+                               ptx::cp_async16(ptx::to_smem(to + part + 4 * k), scratch + 4 * k);
+                             }
+                           });
+    }
   }
 
   __device__ __forceinline__ void ask_for_head(const Request& of_item, unsigned head,
@@ -195,12 +226,14 @@ struct Worker {
   // ---- what it computes -------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    take_item(0, false);
+    take_item(0, kPrepared);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
       if (next.heads > 0) ask_for_stage(next.state + s * kStageBytes, s, s);
       ptx::cp_async_commit();
     }
+    // From here on the scratch is there, and anything may be written.
+    if constexpr (kPrepared) ptx::grid_dependency_wait();
     int parity = 0, place = 0;
     while (next.heads > 0) {
       const Item item = next;
@@ -238,35 +271,31 @@ struct Worker {
     }
   }
 
-  // The weights of all heads: half a warp does one, or a whole one if it flushes.
-  __device__ __forceinline__ void prepare(const Item& item, const Window& window) const {
+  // The weights of all heads, unless they come from scratch; C and, of a flush, B as operands.
+  __device__ __forceinline__ void prepare(const Item& item, const Window& window) {
     float* products = floats(params.at_products);
     float* scales_of_C = floats(params.at_scales_of_C);
-    const int first_token = window.flush ? kRows : window.live;
-    new_dt.put(dt(0) + first_token, params, window.q, item.heads, constant, lane);
-    put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
-                                            [&](int j) { return in_order().row(window, j); });
-    if (window.flush) {
-      put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
-                                              lane,
-                                              [&](int j) { return in_order().old_row(window, j); });
+    if constexpr (kPrepared) {
+      second = !second;
+    } else {
+      new_dt.put(dt(0) + first_token(window), params, window.q, item.heads, constant, lane);
+      put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
+                                              [&](int j) { return in_order().row(window, j); });
+      if (window.flush) {
+        put_products<Act, kDstate, kTokenTiles>(
+            products + kRows * shape.tokens, group(), window, lane,
+            [&](int j) { return in_order().old_row(window, j); });
+      }
+      __syncwarp();
     }
-    __syncwarp();
-    prepare_C<State>(scales_of_C, group(), window.q, lane);
+    prepare_C<kScaledC<State, Act>>(scales_of_C, group(), window.q, lane);
     if (window.flush) prepare_B<State>(group(), in_order(), window, lane);
     __syncwarp();
-    const int rows_of_head = window.flush ? 2 * kRows : kRows;
-    const int row = lane.index & (rows_of_head - 1), token = row - first_token;
-    const bool live = row < window.live || (token >= 0 && token < window.q);
-    for (int first = 0; first < item.heads; first += window.flush ? 1 : 2) {
-      const int i = min(window.flush ? first : first + lane.index / kRows, item.heads - 1);
-      const float A = __shfl_sync(kAllLanes, constant, i);
-      const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
-      const Decays decays(live ? dt(i)[row] : 0.0f, A, rows_of_head);
-      put_weights(weights(i), weight_shape, products, scales_of_C, decays, window, D, true);
-      if (window.flush) put_fold_weights(weights(i) + weight_shape.fold(), decays);
+    if constexpr (!kPrepared) {
+      put_weights_of_heads(weights(0), weight_shape, dt(0), item.heads, products, scales_of_C,
+                           constant, window, lane);
+      __syncwarp();
     }
-    __syncwarp();
   }
 
   // Head i of an item. What a fold takes is loaded for it and not kept.
@@ -330,11 +359,9 @@ struct Worker {
 template <class State, int kTokenTiles>
 constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 
-template <class State, class Act, int kDstate, int kTokenTiles>
-__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
-    checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
+// The block's items, list after list.
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared>
+__device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
   for (int first = 0; first < params.batch; first += params.most_listed) {
@@ -342,9 +369,27 @@ __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     const int2 listed = list_requests(list, params, first);
     unsigned char* memory =
         ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
-    Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();
+    Worker<State, Act, kDstate, kTokenTiles, kPrepared>(params, list, listed, memory).run();
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
   if (params.zero_padding) zero_padding(params);
+}
+
+template <class State, class Act, int kDstate, int kTokenTiles>
+__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+    checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  do_step<State, Act, kDstate, kTokenTiles, false>(params);
+}
+
+// What was written before the precompute is complete when this starts; what it writes itself is
+// waited for by each warp.
+template <class State, class Act, int kDstate, int kTokenTiles>
+__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+    checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::fence_acq_rel_gpu();
+  ptx::grid_dependency_launch();
+  do_step<State, Act, kDstate, kTokenTiles, true>(params);
 }

@@ -4,6 +4,7 @@
 // lie in shared memory by their places in the ring, so that nothing waits for the cursors but the
 // weights. Dead rows come along and are never used.
 #include "flush.cuh"
+#include "prepare.cuh"
 
 using namespace replay;
 
@@ -44,7 +45,7 @@ struct Head {
   __device__ __forceinline__ float* scales() const {  // of the warp's slab
     return floats(params.at_scales) + warp * kRows;
   }
-  // ring_start, prev_num_accepted_tokens, and a word that nobody reads.
+  // ring_start, prev_num_accepted_tokens.
   __device__ __forceinline__ int* cursors() const {
     return reinterpret_cast<int*>(memory + params.at_cursors);
   }
@@ -115,7 +116,7 @@ struct Head {
   }
 
   // Products of C and B, and then C beside the state's codes, and B as operands of a fold.
-  __device__ __forceinline__ void prepare_C(const Window& window, const RowMap& map) const {
+  __device__ __forceinline__ void prepare_rows(const Window& window, const RowMap& map) const {
     put_products<Act, kDstate, kTokenTiles>(products(), group(), window, lane,
                                             [&](int j) { return map.row(window, j); });
     if (window.flush) {
@@ -123,7 +124,7 @@ struct Head {
                                               lane, [&](int j) { return map.old_row(window, j); });
     }
     __syncwarp();
-    replay::prepare_C<State>(scales_of_C(), group(), window.q, lane);
+    prepare_C<kScaledC<State, Act>>(scales_of_C(), group(), window.q, lane);
     if (window.flush) prepare_B<State>(group(), map, window, lane);
   }
 
@@ -226,7 +227,6 @@ constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  const unsigned asked = ask_for_params(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   const int row = blockIdx.x;
@@ -256,7 +256,6 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   }
   block.ask_for_slot(request);
   ptx::cp_async_commit();
-  block.cursors()[2] = asked;
   ptx::cp_async_wait<0>();
   __syncthreads();
   set_window(params, request, block.cursors()[0], block.cursors()[1]);
@@ -266,7 +265,7 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   float acc[1][kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
-  if (block.prepares_C()) block.prepare_C(window, map);
+  if (block.prepares_C()) block.prepare_rows(window, map);
   if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the products are there, and C
   if (block.prepares_dt()) block.prepare_weights(window, decays, constant);

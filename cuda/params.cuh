@@ -37,6 +37,9 @@ struct CheckpointingSsuParams {
   const unsigned char* force_flush;     // (batch,) or null: not 0 folds whatever is live
   const int64_t* rand_seed;             // (1,) or null: round to nearest
   void* out;                            // (batch, npredicted, nheads, head_dim)
+  float* cb_scaled;                     // (batch, nheads, words), scratch of two kernels, or null
+  float* cumAdt_vec;                    // (batch, nheads, words), likewise
+  float* cb_old;                        // (batch, nheads, words), likewise
   int64_t state_slot_stride, state_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
@@ -70,6 +73,7 @@ struct CheckpointingSsuParams {
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;
+  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
 };
 
 struct SelectiveStateUpdateParams {

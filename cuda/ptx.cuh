@@ -165,6 +165,11 @@ __device__ __forceinline__ void grid_dependency_launch() {
   PTX_SM90("griddepcontrol.launch_dependents;");
 }
 
+// What is written already is seen by the loads that follow, whatever the multiprocessor has cached.
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.

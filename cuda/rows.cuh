@@ -8,14 +8,6 @@
 
 namespace replay {
 
-// Asks for all of the record at once, a line a lane: the constant cache would fetch line after line
-// as they come up. Whatever uses the result waits for them.
-template <class Params>
-__device__ __forceinline__ unsigned ask_for_params(const Params& params) {
-  constexpr unsigned kWords = sizeof(Params) / 4;
-  return reinterpret_cast<const unsigned*>(&params)[min(16 * (threadIdx.x & 31), kWords - 1)];
-}
-
 // One sequence of the batch, and the rows of its step. `token` is the place of the sequence's first
 // token among the batch's.
 struct Request {
@@ -323,6 +315,16 @@ struct GroupTile {
     return row * kPitch + (16 * spread.piece ^ swap(row));
   }
   __device__ __forceinline__ static int swap(int row) { return (row & 1) * 64; }
+
+  __device__ __forceinline__ void copy_C(const CheckpointingSsuParams& params,
+                                         const Request& request, int group,
+                                         const Spread& spread) const {
+    const ptx::smem_t to = ptx::to_smem(C);
+    for (int t = spread.row; t < request.window.q; t += spread.rows) {
+      const Act* from = C_of_token<Act>(params, request, group, t) + 8 * spread.piece;
+      ptx::cp_async16(to + place(t, spread), from);
+    }
+  }
 
   __device__ __forceinline__ unsigned char* B() const { return C + shape.tokens * kPitch; }
   __device__ __forceinline__ SwappedRow B_row(int row) const {

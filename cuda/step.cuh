@@ -240,17 +240,6 @@ __device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDst
   }
 }
 
-// Turns C into what the state is multiplied with. Writes the scales that go with exp(c_t).
-template <class State, class Act, int kDstate>
-__device__ __forceinline__ void prepare_C(float* scales, const GroupTile<Act, kDstate>& tile, int q,
-                                          const Lane& lane) {
-  if constexpr (kScaledC<State, Act>) {
-    scale_C(scales, tile, q, lane);
-  } else {
-    for (int t = lane.index; t < q; t += 32) scales[t] = 1.0f;
-  }
-}
-
 // C of the new tokens as the B operand of the read-out, columns in the order of the state's pieces.
 template <class State, class Act, int kDstate, int kTokenTiles>
 struct Readers {

@@ -87,8 +87,7 @@ class PlanPool:
 
         False, and nothing is done, if these are not right or the device has no launcher (any more).
         """
-        launcher = launchers.get(self._kind)
-        if launcher is None:
+        if self._kind not in launchers:
             return False
         try:
             plan = self._idle.pop()
@@ -98,7 +97,7 @@ class PlanPool:
             assert pointers is not None and self._packing is not None
             if not self._packing.fill(plan, pointers):
                 return False
-        launcher.launch(plan, self._stream())
+        plan.launch(self._stream())
         self._idle.append(plan)
         return True
 

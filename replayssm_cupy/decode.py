@@ -35,8 +35,8 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, Step, processor, schedule
-from .scratch import SCRATCH
+from .schedule import SLAB, Schedule, Step, processor, schedule
+from .scratch import SCRATCH, words_of
 
 _plans: dict[object, Plan] = {}
 
@@ -98,7 +98,9 @@ def bind(
             pool = PlanPool(pointing_to(plan, views), x._replace(owner=None))
             if x.device.kind == "cuda":  # now, because a capture may be next
                 with device_guard(plan.device):
-                    compiler.function(plan.key, plan.device.index, current_stream(x))
+                    for one in (plan, plan.before):
+                        if one is not None:
+                            compiler.function(one.key, one.device.index, current_stream(x))
     else:
         check_decode(views, options)
     return BoundCall(pool, partial(step, out), views, out, after)
@@ -120,7 +122,6 @@ def plan_of(views: Views, options: Options) -> Plan:
         if len(_plans) >= MOST_CALLS:
             _plans.clear()
         plan = _plans[signature] = _plan_decode(canonical, options, window)
-        plan.pdl = options.enable_pdl
     return plan
 
 
@@ -172,13 +173,21 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
     step = Step(
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
-        max_window, record.ring_buffer_len, v["z"] is not None,
+        max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),
     )  # fmt: skip
     launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
     for field, value in launch.fields.items():
         setattr(record, field, value)
+    return _plan_of_launch(launch, record, x.device, options.enable_pdl)
+
+
+def _plan_of_launch(launch: Schedule, record: Any, device: Device, pdl: bool) -> Plan:
+    """The second of two kernels always starts early: it waits for the scratch that it reads."""
+    before = None
+    if launch.before is not None:
+        before, pdl = _plan_of_launch(launch.before, record, device, pdl), True
     block = (launch.threads, 1, 1)
-    return Plan(launch.key, launch.grid, block, record, x.device, launch.shared_bytes)
+    return Plan(launch.key, launch.grid, block, record, device, launch.shared_bytes, pdl, before)
 
 
 def _fill(record: Any, v: Views, options: Options) -> None:

@@ -56,6 +56,39 @@ class SmallCheckpointingSsuKey(CheckpointingSsuKey):
     kernel: ClassVar[str] = "checkpointing_ssu_small"
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedCheckpointingSsuKey(CheckpointingSsuKey):
+    """The form for many heads as the second of two kernels: its weights come from scratch."""
+
+    kernel: ClassVar[str] = "checkpointing_ssu_prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputeKey:
+    """The first of two kernels, which makes the weights.
+
+    Of the state it knows whether C is scaled for it (kScaledC): 8-bit or fp16, beside bfloat16.
+    """
+
+    scaled: bool
+    activation_dtype: str
+    dstate: int
+    token_tiles: int
+    source: ClassVar[str] = "precompute.cu"
+
+    @property
+    def name_expression(self) -> str:
+        scaled, activation = str(self.scaled).lower(), _CPP[self.activation_dtype]
+        return f"precompute<{scaled}, {activation}, {self.dstate}, {self.token_tiles}>"
+
+
+def precompute_key(key: CheckpointingSsuKey) -> PrecomputeKey:
+    """Of the kernel that makes the weights for this one."""
+    half = key.state_dtype in ("float16", *SCALED_DTYPES)
+    scaled = half and key.activation_dtype == "bfloat16"
+    return PrecomputeKey(scaled, key.activation_dtype, key.dstate, key.token_tiles)
+
+
 def replay_keys(
     state_dtype: str, activation_dtype: str, dstate: int, tokens: int
 ) -> list[CheckpointingSsuKey]:
@@ -69,6 +102,16 @@ def replay_keys(
     streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
     small = SmallCheckpointingSsuKey(*case)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
+
+
+def two_kernel_key(
+    state_dtype: str, activation_dtype: str, dstate: int, tokens: int
+) -> PreparedCheckpointingSsuKey | None:
+    """The second of the two kernels that do a step, which exists where the streaming form does."""
+    key = replay_keys(state_dtype, activation_dtype, dstate, tokens)[0]
+    if isinstance(key, SmallCheckpointingSsuKey):
+        return None
+    return PreparedCheckpointingSsuKey(state_dtype, activation_dtype, dstate, key.token_tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +229,7 @@ class CopySlotsKey:
 
 Key = (
     CheckpointingSsuKey
+    | PrecomputeKey
     | SelectiveStateUpdateKey
     | AdvanceRingKey
     | ResetSlotsKey
@@ -203,8 +247,13 @@ Key = (
 def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
     tokens = range(1, MAX_TOKENS + 1, TOKENS_PER_TILE)
+    firsts: dict[PrecomputeKey, None] = {}
     for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tokens):
         yield from replay_keys(*case)
+        if second := two_kernel_key(*case):
+            yield second
+            firsts[precompute_key(second)] = None
+    yield from firsts
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()

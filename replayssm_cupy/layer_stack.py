@@ -509,11 +509,12 @@ class LayerStack(StackArrays):
                     f"at {address:#x}: call refresh()"
                 )
 
-    def warm_up(self) -> None:
+    def warm_up(self, algorithm: str = "auto") -> None:
         """Compiles and loads every kernel of the decode loop; nothing to do on the CPU.
 
-        :meth:`refresh` does so for snapshots and copies.
+        `algorithm` is that of the steps. :meth:`refresh` does so for snapshots and copies.
         """
+        check_algorithm(algorithm)
         if self.device.kind == "cuda":
             slot_ops.warm_up(
                 dstate=self._first["state"].shape[3],
@@ -521,6 +522,7 @@ class LayerStack(StackArrays):
                 activation_dtype=self.activation_dtype,
                 npredicted=self.npredicted,
                 device=self.device.index,
+                algorithm=algorithm,
             )
 
 

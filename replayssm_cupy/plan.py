@@ -46,7 +46,8 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_void_p,
             """state state_scale x_cache B_cache dt_cache ring_start prev_num_accepted_tokens
-            x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed out""",
+            x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed out
+            cb_scaled cumAdt_vec cb_old""",
         ),
         *_fields(
             ctypes.c_int64,
@@ -63,8 +64,9 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_sequence items_of_group most_listed bytes_of_list bytes_of_share at_group at_head
-            at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
+            heads_of_item items_of_sequence items_of_group most_listed bytes_of_list bytes_of_share
+            at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
+            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words""",
         ),
     ]
 
@@ -286,6 +288,7 @@ class Plan:
     device: Device
     shared_bytes: int = 0  # of dynamic shared memory a block
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
+    before: Plan | None = None  # launched first; it reads the same record
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
     memory: memoryview = field(init=False, repr=False, compare=False)  # the record's bytes
     pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
@@ -305,11 +308,15 @@ class Plan:
 
         A plan is launched by one thread at a time; threads take a :meth:`copy` each.
         """
+        if self.before is not None:
+            self.before.launch(stream)
         launchers[self.device.kind].launch(self, stream)
 
     def copy(self) -> Plan:
         """The same launch with a record of its own."""
-        return replace(self, record=type(self.record).from_buffer_copy(self.record))
+        record = type(self.record).from_buffer_copy(self.record)
+        before = None if self.before is None else replace(self.before, record=record)
+        return replace(self, record=record, before=before)
 
 
 class Launcher(Protocol):

@@ -6,7 +6,7 @@ the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .arrays import Device, itemsize
 from .compiler import import_cupy
@@ -14,15 +14,24 @@ from .keys import (
     SCALED_DTYPES,
     TOKENS_PER_TILE,
     CheckpointingSsuKey,
+    PrecomputeKey,
+    PreparedCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
+    precompute_key,
     replay_keys,
+    two_kernel_key,
 )
 
 SLAB = 16  # rows p of a head in one tile of state
+SCRATCH_WORDS = ("cb_scaled_words", "cumAdt_vec_words", "cb_old_words")  # of the record
 STAGES = 2  # of slabs, on their way or in use
 LIST_HEADER, ENTRY = 272, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 MOST_LISTED = 512  # sequences that a block works on at a time
+PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
+# algorithm="auto" takes two kernels from this many heads a multiprocessor on, by bytes of a state's
+# element and tiles of tokens. It is empty because one kernel was never seen to lose.
+TWO_KERNEL_HEADS: dict[tuple[int, int], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +54,23 @@ class Step:
     max_window: int
     ring_buffer_len: int
     gated: bool
+    algorithm: str = "monolith"
+    scratch: tuple[int, int, int] | None = None  # words a head, in the order of `SCRATCH`
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A key with its grid, threads, bytes of shared memory, and fields of the record."""
+    """A key with its grid, threads, bytes of shared memory, and fields of the record.
 
-    key: CheckpointingSsuKey
+    `before` is the launch ahead of it that makes its weights, with the same record.
+    """
+
+    key: CheckpointingSsuKey | PrecomputeKey
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
     fields: dict[str, int]
+    before: Schedule | None = None
 
 
 def processor(device: Device) -> Processor:
@@ -77,7 +92,7 @@ _processors: dict[int, Processor] = {}
 def schedule(
     state_dtype: str, activation_dtype: str, dstate: int, step: Step, on: Processor
 ) -> Schedule:
-    """The form that is faster, if its shared memory is there.
+    """The form that is faster, or two kernels if they are asked for, if shared memory is there.
 
     Raises ValueError for a longer ring than kernels count, or if the step does not fit at all.
     """
@@ -92,6 +107,9 @@ def schedule(
     ]
     if prefers_small(keys[0], step, on):
         order.reverse()
+    second = two_kernel_key(state_dtype, activation_dtype, dstate, step.tokens)
+    if second is not None and takes_two_kernels(second, step, on):
+        order.insert(0, _stream(second, step, on))
     for launch in order:
         if launch.shared_bytes <= on.shared_bytes:
             return launch
@@ -112,6 +130,18 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     if step.tokens == 1 or key.state_dtype in ("bfloat16", "float16"):
         return heads <= 8
     return heads <= (4 if key.state_dtype == "float32" else 2)
+
+
+def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processor) -> bool:
+    """Whether weights go through scratch: if its arrays hold them, and who calls wants it so."""
+    if step.scratch is None or step.algorithm == "monolith":
+        return False
+    needed = SLAB * step.tokens, _round_up(step.tokens, 4), SLAB * step.tokens + SLAB + 4
+    if any(words < need for words, need in zip(step.scratch, needed, strict=True)):
+        return False
+    least = TWO_KERNEL_HEADS.get((itemsize(key.state_dtype), key.token_tiles))
+    heads = step.batch * step.nheads * step.head_dim / 64 / on.count
+    return step.algorithm == "two-kernel" or (least is not None and heads >= least)
 
 
 def slabs_of_stage(bytes_of_row: int) -> int:
@@ -163,7 +193,22 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         "inverse_items_of_sequence": inverse(of_sequence),
         "inverse_items_of_group": inverse(items),
     }
-    return Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
+    launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
+    if not isinstance(key, PreparedCheckpointingSsuKey):
+        return launch
+    if step.scratch is not None:
+        launch.fields.update(zip(SCRATCH_WORDS, step.scratch, strict=True))
+    return replace(launch, before=_precompute(precompute_key(key), step))
+
+
+def _precompute(key: PrecomputeKey, step: Step) -> Schedule:
+    """A warp for up to 8 heads of a sequence; cuda/precompute.cu lays its memory out."""
+    pitch = key.dstate * itemsize(key.activation_dtype)
+    words = PRECOMPUTE_HEADS * (2 * SLAB + _weights(step.tokens))
+    words += 2 * SLAB * step.tokens + _round_up(step.tokens, 4)  # products, scales of C
+    blocks = step.nheads // step.heads_per_group * -(-step.heads_per_group // PRECOMPUTE_HEADS)
+    size = (2 * step.tokens + step.max_window) * pitch + 4 * words
+    return Schedule(key, (step.batch, blocks, 1), 32, size, {})
 
 
 def inverse(divisor: int) -> int:
@@ -214,22 +259,26 @@ def _share(
     They are slabs of state; C and B of a group, with room for what `prepare_B` makes of the old
     rows of B; x and z of a head, `head_tiles` times; its outputs; products of C and B of new and
     old rows; scales of C; dt; weights of `heads` heads (a `WeightShape` each); decode scales of the
-    state; cursors.
+    state; cursors. A step whose weights come from scratch has none of what makes them, and its
+    weights twice: those of the next heads come early.
     """
+    prepared = isinstance(key, PreparedCheckpointingSsuKey)
+    if prepared:
+        dt_rows, heads = 0, 2 * heads
     size = itemsize(key.activation_dtype)
     pitch, x_pitch = key.dstate * size, step.head_dim * size + 16  # `GroupTile`, `TileShape`
     tokens = step.tokens
-    products = 4 * 2 * SLAB * tokens
-    weights = _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
+    products = 0 if prepared else 4 * 2 * SLAB * tokens
+    B_rows = old_rows + (0 if prepared else tokens)
     parts = {
         "": state_bytes,
-        "at_group": tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32),
+        "at_group": tokens * pitch + max(B_rows * pitch, key.dstate * 32),
         "at_head": head_tiles * (old_rows + (2 if step.gated else 1) * tokens) * x_pitch,
         "at_outputs": max(tokens * (2 * x_pitch - 16), products + 4 * tokens),
         "at_dt": 4 * dt_rows,
-        "at_weights": 4 * heads * weights,
+        "at_weights": 4 * heads * _weights(tokens),
         "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
-        "at_cursors": 12,
+        "at_cursors": 8,
     }
     share, end = {}, 0
     for name, length in parts.items():
@@ -242,13 +291,20 @@ def _share(
     return share | {"bytes_of_share": _round_up(end, 128)}
 
 
+def _weights(tokens: int) -> int:
+    """The words of a `WeightShape`."""
+    return _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
+
+
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def typical(key: CheckpointingSsuKey, shared_bytes: int) -> Schedule:
+def typical(key: CheckpointingSsuKey | PrecomputeKey, shared_bytes: int) -> Schedule:
     """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
     tokens = TOKENS_PER_TILE * (key.token_tiles - 1) + 1
     small = isinstance(key, SmallCheckpointingSsuKey)
     step = Step(1 if small else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    if isinstance(key, PrecomputeKey):
+        return _precompute(key, step)
     return (_small if small else _stream)(key, step, Processor(132, shared_bytes))

@@ -6,9 +6,11 @@ accepted too.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from .arrays import Device, View, empty_like_framework, view
+from .arrays import Device, View, empty_like_framework, itemsize, view
 from .checks import Letters, check_dtype, check_int, named_device
 from .keys import MAX_WINDOW
 
@@ -66,6 +68,18 @@ def allocate_scratch(
 def _model(device: Device) -> View:
     framework: Any = "numpy" if device.kind == "cpu" else "cupy"
     return View("device", 0, (), (), "float32", device, False, framework, None)
+
+
+def words_of(v: Mapping[str, View | None]) -> tuple[int, int, int] | None:
+    """The words of 4 bytes that the arrays have for a sequence and head, if there are arrays."""
+    cb_scaled, cumAdt_vec, cb_old = (v.get(name) for name in SCRATCH)
+    if cb_scaled is None or cumAdt_vec is None or cb_old is None:
+        return None
+    return _words(cb_scaled), _words(cumAdt_vec), _words(cb_old)
+
+
+def _words(array: View) -> int:
+    return math.prod(array.shape[2:]) * itemsize(array.dtype) // 4
 
 
 def check_algorithm(algorithm: str) -> str:

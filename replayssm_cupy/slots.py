@@ -44,7 +44,9 @@ from .keys import (
     LoadStateKey,
     ResetSlotsKey,
     SelectiveStateUpdateKey,
+    precompute_key,
     replay_keys,
+    two_kernel_key,
 )
 from .plan import (
     INDEX_TYPES,
@@ -55,6 +57,7 @@ from .plan import (
     ResetSlotsParams,
     launchers,
 )
+from .scratch import check_algorithm
 
 THREADS = 256
 
@@ -382,6 +385,7 @@ def warm_up(
     activation_dtype: Any = "bfloat16",
     npredicted: int = 1,
     device: int = 0,
+    algorithm: str = "auto",
 ) -> None:
     """Compiles and loads every kernel that decoding one kind of layer may need.
 
@@ -392,6 +396,7 @@ def warm_up(
     dstate, state_dtype, activation_dtype : of the layers.
     npredicted : the most tokens of a step, 1 to 16.
     device : ordinal of the CUDA device.
+    algorithm : of the steps; "two-kernel" loads its kernels beside those of one kernel.
 
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` without CuPy, a
     driver, NVRTC or headers.
@@ -412,9 +417,13 @@ def warm_up(
     check_int("device", device)
     if not 1 <= npredicted <= MAX_TOKENS:
         raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
+    two_kernels = check_algorithm(algorithm) == "two-kernel"
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
     for tokens in range(1, npredicted + 1, TOKENS_PER_TILE):
         keys += replay_keys(state, activation, dstate, tokens)
+        second = two_kernel_key(state, activation, dstate, tokens)
+        if two_kernels and second is not None:
+            keys += [precompute_key(second), second]
     keys.append(SelectiveStateUpdateKey(state, activation, dstate))
     keys += [LoadStateKey(state, source) for source in FLOAT_DTYPES]
     compiler.require_gpu(device)

@@ -136,7 +136,8 @@ class StackHandle:
     ) -> Tensor:
         """One step of a layer: ``torch.ops.replayssm.stack_step``; returns out, like x.
 
-        `options` are dt_softplus (True), slots, pad_slot_id, cu_seqlens, max_seqlen, force_flush.
+        `options` are dt_softplus (True), slots, pad_slot_id, cu_seqlens, max_seqlen, force_flush,
+        enable_pdl, cb_scaled, cumAdt_vec, cb_old, algorithm.
         """
         return torch.ops.replayssm.stack_step(
             self.number, self.anchor, layer, x, dt, A, B, C, D, z, dt_bias, **options
@@ -186,7 +187,8 @@ Tensor ring_start, Tensor prev_num_accepted_tokens, {_TOKENS}, *, {_WEIGHTS},
 bool dt_softplus=False, Tensor? state_batch_indices=None, int pad_slot_id=-1,
 Tensor(e!)? state_scale=None, Tensor? rand_seed=None, int philox_rounds=10,
 Tensor? cu_seqlens=None, int? max_seqlen=None, bool enable_pdl=False, int? max_window=None,
-Tensor? force_flush=None, str pad_output="zero\""""
+Tensor? force_flush=None, str pad_output="zero", Tensor(g!)? cb_scaled=None,
+Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto\""""
 _PLAIN = f"""(Tensor(a!) state, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=False,
 Tensor? state_batch_indices=None, int pad_slot_id=-1, *, Tensor(b!)? state_scale=None,
 Tensor? rand_seed=None, int philox_rounds=10, str pad_output="zero\""""
@@ -270,7 +272,9 @@ def _operators() -> Any:
          Tensor(c!)? rand_seed=None, int pad_slot_id=-1) -> ()""", _advance_ring, _nothing),
         (f"""stack_step({_STACK}, int layer, {_TOKENS}, {_WEIGHTS}, *, bool dt_softplus=True,
          Tensor? slots=None, int pad_slot_id=-1, Tensor? cu_seqlens=None, int? max_seqlen=None,
-         Tensor? force_flush=None) -> Tensor""", _stack_step, lambda *a, **_: _like_x(a[3])),
+         Tensor? force_flush=None, bool enable_pdl=False, Tensor(b!)? cb_scaled=None,
+         Tensor(c!)? cumAdt_vec=None, Tensor(d!)? cb_old=None, str algorithm="auto") -> Tensor""",
+         _stack_step, lambda *a, **_: _like_x(a[3])),
         (f"""stack_advance({_STACK}, Tensor? slots, Tensor num_accepted, {_LENGTHS}, *,
          Tensor? reset=None, Tensor? force_flush=None, int pad_slot_id=-1) -> ()""",
          _stack_advance, _nothing),

@@ -544,6 +544,7 @@ def test_decode_on_the_cpu_path(more, numpy_for_cupy, monkeypatch, tmp_path, cap
         assert (row["replay_us"], row["plain_us"], row["flush_first_us"]) == ("3.0", "3.0", "3.0")
         assert row["flush_first_percent"] == "100.0"
         assert row["phases"] == ("16" if more else "1")
+        assert row.get("two_kernels_us") == ("3.0" if more else None)
         floor = (int(row["bytes_read"]) + int(row["bytes_written"])) / 1e6
         assert float(row["floor_us"]) == pytest.approx(floor, abs=0.01)
         assert report.line(row, report.columns(rows)) in text.read_text()

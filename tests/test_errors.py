@@ -1169,6 +1169,7 @@ def test_auto_is_the_cpu_without_a_gpu():
         ({"npredicted": 17}, ValueError, "npredicted: expected 1 to 16, got 17"),
         ({"npredicted": 1.0}, TypeError, "npredicted: expected an int, got float"),
         ({"device": "cuda"}, TypeError, "device: expected an int, got str"),
+        ({"algorithm": "three"}, ValueError, "algorithm: expected .*, got 'three'"),
     ],
     ids=label,
 )  # fmt: skip

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
     "prefix_checks": {"arrays", "errors", "keys", "plan"},
     "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
-              "reference"},
+              "reference", "scratch"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
     "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds", "keys",
                "plan", "reference", "schedule", "scratch"},
@@ -218,6 +218,7 @@ MAY_INCLUDE = {
     "requests.cuh": {"rows.cuh"},
     "step.cuh": {"rows.cuh"},
     "flush.cuh": {"fold.cuh", "step.cuh"},
+    "prepare.cuh": {"step.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.
 SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}

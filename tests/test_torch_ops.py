@@ -121,6 +121,24 @@ def test_operators_are_the_functions(device):
     assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
 
 
+def test_two_kernels(device):
+    """Scratch and algorithm go through both operators; the bits stay those of one kernel."""
+    mine, theirs = pools_on(device), pools_on(device)
+    handle, stack = handle_on(device), handle_on(device).stack
+    given, options = split(tokens_on(device))
+    scratch = ssm.allocate_scratch(3, 4, like=given[0])
+    two = {**scratch, "algorithm": "two-kernel", "enable_pdl": True}
+    right = ssm.checkpointing_ssu(*theirs.values(), *given, **options)
+    assert_equal(
+        [get(OPS.checkpointing_ssu(*mine.values(), *given, **options, **two))], [get(right)]
+    )
+    assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+    given, options = stack_tokens(device, 1)
+    out = handle.step(0, *given, **options, **two)
+    assert_equal([get(out)], [get(stack.step(0, *given, **options))])
+    assert_equal(contents(handle.stack), contents(stack))
+
+
 def test_plain_update(device):
     given, options = split(tokens_on(device))
     states = [pools_on(device)["state"] for _ in range(3)]

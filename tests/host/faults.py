@@ -19,7 +19,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The quickest first: a run stops at the first test that fails.
 SUITE = (
     "tests/host/test_edges.py",
+    "tests/host/test_early.py",
     "tests/host/test_forms.py",
+    "tests/test_two_kernels.py",
     "tests/test_kernels.py",
     "tests/test_conversions.py",
     "tests/test_stochastic.py",
@@ -28,6 +30,10 @@ SUITE = (
     "tests/test_checked.py",
     "tests/host/test_histories.py",
 )
+
+# The first of two kernels is seen here at once.
+TWO_KERNEL_SUITE = ("tests/host/test_early.py", "tests/test_two_kernels.py")
+TWO_KERNEL_FILES = ("precompute.cu", "prepare.cuh")
 
 # The kernels of whole slots and the checks have tests of their own.
 SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
@@ -352,8 +358,8 @@ EDITS = {
         ),
         (
             "ring rows of B from row 0 on",
-            "next.group, window.start, window.live",
-            "next.group, 0, window.live",
+            "    }\n    group().copy_ring(params, of_item, next.group, window.start,",
+            "    }\n    group().copy_ring(params, of_item, next.group, 0,",
         ),
         (
             "ring rows of x from row 0 on",
@@ -367,7 +373,7 @@ EDITS = {
         ),
         (
             "new dt of a flush where the old ones have theirs",
-            "new_dt.put(dt(0) + first_token,",
+            "new_dt.put(dt(0) + first_token(window),",
             "new_dt.put(dt(0) + window.live,",
         ),
         (
@@ -438,19 +444,6 @@ EDITS = {
             "t < min(window.q, spread_x.rows); t += spread_x.rows",
         ),
         (
-            "dead dt folded",
-            "live = row < window.live || (token",
-            "live = row < first_token || (token",
-        ),
-        ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
-        (
-            "heads share A",
-            "__shfl_sync(kAllLanes, constant, i);",
-            "__shfl_sync(kAllLanes, constant, 0);",
-        ),
-        ("heads share D", "constant, kHeadsOfItem + i);", "constant, kHeadsOfItem);"),
-        ("heads share dt", "live ? dt(i)[row] : 0.0f", "live ? dt(0)[row] : 0.0f"),
-        (
             "heads share the weights of the first",
             "of_head(weights(i), weight_shape",
             "of_head(weights(0), weight_shape",
@@ -496,8 +489,149 @@ EDITS = {
             "params, listed);",
         ),
         ("padding always zeroed", "if (params.zero_padding) zero_padding", "zero_padding"),
+        (
+            "scratch read before it is there",
+            "take_item(0, kPrepared);",
+            "take_item(0, false);",
+        ),
+        (
+            "scratch not waited for",
+            "if constexpr (kPrepared) ptx::grid_dependency_wait();",
+            "",
+        ),
+        (
+            "weights from scratch over those at work",
+            "kPrepared && of_second ? params.heads_of_item : 0",
+            "0",
+        ),
+        (
+            "weights from scratch never change places",
+            "      second = !second;\n",
+            "",
+        ),
+        (
+            "scratch of the item's first head",
+            "of_item, next.head + i,\n",
+            "of_item, next.head,\n",
+        ),
+        (
+            "scratch copied by half of the pieces",
+            "to + part + 4 * k), scratch",
+            "to + part + 4 * (k / 2)), scratch",
+        ),
+        (
+            "no B for a fold beside scratch",
+            "if (window.flush) {\n        group().copy_ring",
+            "if (false) {\n        group().copy_ring",
+        ),
+        (
+            "step begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n  ptx::grid_dependency_launch();",
+            "  ptx::grid_dependency_launch();",
+        ),
+    ],
+    "prepare.cuh": [
+        (
+            "dead dt folded",
+            "live = row < window.live || (token",
+            "live = row < first_token(window) || (token",
+        ),
+        ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
+        (
+            "heads share A",
+            "__shfl_sync(kAllLanes, constant, i);",
+            "__shfl_sync(kAllLanes, constant, 0);",
+        ),
+        ("heads share D", "constant, kHeadsOfItem + i);", "constant, kHeadsOfItem);"),
+        ("heads share dt", "dt[2 * kRows * i + row]", "dt[row]"),
+        (
+            "scratch of the first sequence",
+            "static_cast<int64_t>(request.row) * params.nheads + head;",
+            "int64_t{head};",
+        ),
+        ("scratch of one token", "cb_scaled_words, kRows / 4 * window.q);", "cb_scaled_words, 4);"),
+        ("decays of four tokens in scratch", "(window.q + 3) / 4);", "min(window.q, 1));"),
+        (
+            "no weights of a flush in scratch",
+            "  if (window.flush) {\n    copy(",
+            "  if (false) {\n    copy(",
+        ),
+        (
+            "no fold in scratch",
+            "(shape.words() - shape.old_rows()) / 4);",
+            "(shape.fold() - shape.old_rows()) / 4);",
+        ),
+    ],
+    "precompute.cu": [
+        (
+            "precompute: groups are the first",
+            "group = blockIdx.y / blocks_of_group;",
+            "group = 0;",
+        ),
+        (
+            "precompute: heads are a group's first eight",
+            "head = group * p.heads_per_group + first;",
+            "head = group * p.heads_per_group;",
+        ),
+        (
+            "precompute: heads end behind their group",
+            "heads = min(kHeadsOfItem, p.heads_per_group - first);",
+            "heads = kHeadsOfItem;",
+        ),
+        (
+            "precompute: dt of the ring from row 0 on",
+            "ring_row(window.start, lane.index & 15",
+            "ring_row(0, lane.index & 15",
+        ),
+        (
+            "precompute: B of the ring from row 0 on",
+            "group, window.start, window.live,",
+            "group, 0, window.live,",
+        ),
+        (
+            "precompute: old dt of the first head",
+            "dt_ring(params, request.slot, head + i)",
+            "dt_ring(params, request.slot, head)",
+        ),
+        (
+            "precompute: old rows of a flush take the new ones' products",
+            "products() + kRows * shape.tokens, rows(), window",
+            "products(), rows(), window",
+        ),
+        ("precompute: C keeps its scales", "prepare_C<kScaled>(", "prepare_C<false>("),
+        (
+            "precompute: scratch of the first head",
+            "request, head + i,\n",
+            "request, head,\n",
+        ),
+        (
+            "precompute: copies not waited for",
+            "  ptx::cp_async_wait<0>();\n  __syncwarp();\n  block",
+            "  __syncwarp();\n  block",
+        ),
+        (
+            "precompute: lanes wait for their own copies only",
+            "  ptx::cp_async_wait<0>();\n  __syncwarp();\n  block",
+            "  ptx::cp_async_wait<0>();\n  block",
+        ),
+        (
+            "precompute: stored before the weights are there",
+            "make_weights(new_dt, constant);\n  __syncwarp();",
+            "make_weights(new_dt, constant);",
+        ),
+        (
+            "precompute: begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n",
+            "",
+        ),
+        ("precompute: padding not left alone", "if (request.slot < 0) return;", ""),
     ],
     "checkpointing_ssu_small.cu": [
+        (
+            "small: begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n",
+            "",
+        ),
         (
             "small: cursors swapped",
             "lane.index == 0 ? ring_start_of",
@@ -811,7 +945,9 @@ FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in e
 def suite_of(fault: Fault) -> tuple[str, ...]:
     """The tests that may see a fault, the likeliest first."""
     if fault.file == "fold.cuh":  # steps and snapshots share it
-        return SUITE[:2] + SNAPSHOT_SUITE
+        return SUITE[:3] + SNAPSHOT_SUITE
+    if fault.file in TWO_KERNEL_FILES:
+        return TWO_KERNEL_SUITE + SUITE
     return SNAPSHOT_SUITE if fault.file in SNAPSHOT_FILES else SUITE + SNAPSHOT_SUITE
 
 

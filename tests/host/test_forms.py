@@ -12,11 +12,20 @@ from oracles import bits, poison_dead_rows
 from runs import STATES, NumPyBackend, Run, Stored, make_stored
 
 from host.launcher import ORDERS, HostLauncher
-from replayssm_cupy import decode
-from replayssm_cupy.keys import SCALED_DTYPES, CheckpointingSsuKey, SmallCheckpointingSsuKey
+from replayssm_cupy import allocate_scratch, decode
+from replayssm_cupy.keys import (
+    SCALED_DTYPES,
+    CheckpointingSsuKey,
+    PreparedCheckpointingSsuKey,
+    SmallCheckpointingSsuKey,
+)
 from replayssm_cupy.schedule import Processor
 
-KEYS = {"stream": CheckpointingSsuKey, "small": SmallCheckpointingSsuKey}
+KEYS = {
+    "stream": CheckpointingSsuKey,
+    "small": SmallCheckpointingSsuKey,
+    "two kernels": PreparedCheckpointingSsuKey,
+}
 # Of 17 sequences of two groups of three heads: an item has a whole group, two heads and then one,
 # or one; a head has one part, or three with a slab that is not there.
 SPREADS = {1: (3, 1), 3: (2, 1), 500: (1, 3)}
@@ -32,7 +41,14 @@ def in_form(monkeypatch):
         processor = Processor(count, 227 << 10)
         monkeypatch.setattr(decode, "processor", lambda device: processor)
         after = Run(NumPyBackend(), pools, case.max_window)
-        with HostLauncher(order).installed():
+        launcher = HostLauncher(order)
+        if form == "two kernels":
+            batch = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else len(step.x)
+            scratch = allocate_scratch(batch, case.shape.nheads, device="cpu")
+            options |= {"algorithm": "two-kernel", **scratch}
+            # The second kernel must not read before it waits.
+            launcher.late = lambda plan: [*scratch.values()]
+        with launcher.installed():
             out = after.step(step, **options)
             (plan,) = decode._plans.values()
         assert type(plan.key) is KEYS[form]
@@ -77,15 +93,18 @@ def test_batch_beyond_one_list(in_form, dtype):
     slots[[3, 600]] = -1
     step = make_step(case, batch, rng, slots=slots)
     small = in_form("small", case, pools, step)
-    for order in ORDERS[:2]:
-        assert_same(small, in_form("stream", case, pools, step, order=order))
+    for form in ("stream", "two kernels"):
+        for order in ORDERS[:2]:
+            assert_same(small, in_form(form, case, pools, step, order=order))
 
 
 def test_more_heads_than_lanes(in_form):
     case = Case(Shape("many-heads", 34, 1, 64, 64), 2, 16, "int8", num_slots=3)
     rng = np.random.default_rng(2)
     pools, step = full_pools(case, rng), make_step(case, 3, rng)
-    assert_same(*(in_form(form, case, pools, step) for form in KEYS))
+    one, *others = (in_form(form, case, pools, step) for form in KEYS)
+    for other in others:
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("tokens", [3, 11])
@@ -107,11 +126,13 @@ def test_forms_agree(in_form, dtype, tokens):
         assert 0 < flushed.any(1).sum() < BATCH - 2
         for count, (heads, parts) in SPREADS.items():
             for order in ORDERS:
-                of_stream, of_small = (
+                of_stream, of_small, of_two = (
                     in_form(form, case, pools, step, count, order, **options) for form in KEYS
                 )
                 most = 1 if dtype == "float32" else 3 if dtype in SCALED_DTYPES else 2
-                assert of_stream[2].record.heads_of_item == min(heads, most)
+                for of_streaming in (of_stream, of_two):
+                    assert of_streaming[2].record.heads_of_item == min(heads, most)
                 assert of_small[2].grid[2] == parts
                 assert_same(first, of_stream)
                 assert_same(first, of_small)
+                assert_same(first, of_two)

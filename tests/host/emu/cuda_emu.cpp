@@ -367,6 +367,25 @@ struct FlushToZero {
 
 }  // namespace
 
+static bool g_waited;  // the block
+
+static void start_early() {
+  g_waited = false;
+  for (size_t i = 0; i < g_options.late_count; ++i) {
+    const Late& late = g_options.late[i];
+    std::memcpy(late.kept, late.data, late.bytes);
+    std::memset(late.data, 0xff, late.bytes);
+  }
+}
+
+void wait_for_kernel_ahead() {
+  for (size_t i = 0; i < g_options.late_count && !g_waited; ++i) {
+    const Late& late = g_options.late[i];
+    std::memcpy(late.data, late.kept, late.bytes);
+  }
+  g_waited = true;
+}
+
 void run_grid(dim3 grid, dim3 dim, size_t shared_bytes, void (*body)(const void*),
               const void* argument) {
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z,
@@ -387,6 +406,7 @@ void run_grid(dim3 grid, dim3 dim, size_t shared_bytes, void (*body)(const void*
     const SharedMemory shared(shared_bytes);
     block.index = make_uint3(i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y));
     block.shared = shared.data();
+    start_early();
     run_block(block);
     if (block.error.empty() && !shared.band_is_whole())
       block.error = "a write past the end of dynamic shared memory" + where();

@@ -208,8 +208,9 @@ inline void cp_async_bulk(smem_t dst, const void* src, unsigned bytes, smem_t ba
 
 // ------------------------------------------------------------------- programmatic dependent launch
 
-inline void grid_dependency_wait() {}
+inline void grid_dependency_wait() { emu::wait_for_kernel_ahead(); }
 inline void grid_dependency_launch() {}
+inline void fence_acq_rel_gpu() {}
 
 constexpr bool kHasE4m3Cvt = false;
 inline void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
