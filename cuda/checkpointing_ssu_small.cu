@@ -68,6 +68,10 @@ struct Head {
     return warp < slabs && first_row + warp * kRows < params.head_dim;
   }
   __device__ __forceinline__ int row_of_warp() const { return first_row + warp * kRows; }
+  __device__ __forceinline__ State* state_of_block(unsigned slot) const {
+    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
+           head * params.state_head_stride + first_row * kDstate;
+  }
   __device__ __forceinline__ State* state(const Request& request) const {
     const unsigned slot = request.slot;
     return static_cast<State*>(params.state) + slot * params.state_slot_stride +
@@ -77,6 +81,36 @@ struct Head {
     const unsigned slot = request.slot;
     return params.state_scale + slot * params.state_scale_slot_stride +
            head * params.state_scale_head_stride + row_of_warp();
+  }
+
+  // Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but
+  // that later reads are faster, so the slot may be one of before.
+  __device__ __forceinline__ void prefetch(int row) const {
+    unsigned slot = row;
+    if (params.slots != nullptr) {
+      const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
+      slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
+    }
+    if (slot >= static_cast<unsigned>(params.num_slots)) return;
+    const unsigned group = head / params.heads_per_group;
+    const int rows = params.ring_buffer_len, slab_rows = slabs * kRows;
+    prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
+    prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
+    prefetch_rows(state_of_block(slot), kDstate, min(slab_rows, params.head_dim - first_row),
+                  kDstate);
+    prefetch_rows(x_ring<Act>(params, slot, head), params.x_cache_row_stride, rows,
+                  params.head_dim);
+    prefetch_rows(B_ring<Act>(params, slot, group), params.B_cache_row_stride, rows, kDstate);
+    prefetch_rows(dt_ring(params, slot, head), params.dt_cache_row_stride, rows, 1);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, int rows,
+                                                int elements) const {
+    constexpr int kOfLine = 128 / sizeof(T);
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+      for (int k = 0; k < elements; k += kOfLine) ptx::prefetch_L2(first + i * stride + k);
+    }
   }
 
   // Starts the copies of what belongs to the slot.
@@ -227,11 +261,12 @@ constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 template <class State, class Act, int kDstate, int kTokenTiles>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
   const int row = blockIdx.x;
   const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(), blockIdx.y,
                                                      blockIdx.z);
+  if (ptx::kHasDependentLaunch && params.starts_early) block.prefetch(row);
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   const Lane& lane = block.lane;
   // Everything is asked for before anything is used; what does not need the slot goes first.
   Request request = find_request(params, row);

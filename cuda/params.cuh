@@ -74,6 +74,7 @@ struct CheckpointingSsuParams {
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;
   int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
+  int starts_early;                                     // 1: before the kernel ahead has ended
 };
 
 struct SelectiveStateUpdateParams {

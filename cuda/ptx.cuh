@@ -56,6 +56,18 @@ __device__ __forceinline__ void st_global_v4(void* p, uint4 v) {
                : "memory");
 }
 
+// From the L2, which knows what other multiprocessors have written.
+__device__ __forceinline__ unsigned ld_relaxed_gpu_u32(const void* p) {
+  unsigned v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Asks the L2 for the line of an address.
+__device__ __forceinline__ void prefetch_L2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- shared memory, and copies into it ----------------------------------------------------------
 
 using smem_t = unsigned;  // an address in shared memory
@@ -150,8 +162,10 @@ __device__ __forceinline__ void store_keep16(void* to, uint4 v) {
 // ---- programmatic dependent launch, from sm_90 on -----------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
+constexpr bool kHasDependentLaunch = true;
 #define PTX_SM90(...) asm volatile(__VA_ARGS__)
 #else
+constexpr bool kHasDependentLaunch = false;
 #define PTX_SM90(...)
 #endif
 

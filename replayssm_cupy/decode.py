@@ -171,6 +171,7 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         blocks, threads = record.batch * record.nheads, 32 * -(-record.head_dim // SLAB)
         return Plan(key, (blocks, 1, 1), (threads, 1, 1), record, x.device)
     record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
+    record.starts_early = options.enable_pdl
     step = Step(
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
         max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),

@@ -66,7 +66,7 @@ class CheckpointingSsuParams(ctypes.Structure):
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
             heads_of_item items_of_sequence items_of_group most_listed bytes_of_list bytes_of_share
             at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
-            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words""",
+            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words starts_early""",
         ),
     ]
 

@@ -633,6 +633,11 @@ EDITS = {
             "",
         ),
         (
+            "small: prefetches of slots that are not there",
+            "if (slot >= static_cast<unsigned>(params.num_slots)) return;",
+            "",
+        ),
+        (
             "small: cursors swapped",
             "lane.index == 0 ? ring_start_of",
             "lane.index == 1 ? ring_start_of",

@@ -9,11 +9,11 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from host.builder import HostModule, Options, compile_kernels
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from replayssm_cupy.plan import Plan
 
 CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
@@ -98,3 +98,16 @@ class HostLauncher:
         message = module.launch(name, grid, block, shared_bytes, record, self.options, late)
         if message is not None:
             raise EmulationError(f"{name}: {message}")
+
+
+def scratch_of(plan: Plan) -> list[np.ndarray]:
+    """The bytes that the second of two kernels reads, as the plan's record has them."""
+    record = plan.record
+    return [
+        np.frombuffer((ctypes.c_ubyte * (4 * record.batch * record.nheads * words)).from_address(p))
+        for p, words in (
+            (record.cb_scaled, record.cb_scaled_words),
+            (record.cumAdt_vec, record.cumAdt_vec_words),
+            (record.cb_old, record.cb_old_words),
+        )
+    ]

@@ -11,7 +11,7 @@ from conftest import choose_form
 from oracles import bits, poison_dead_rows
 from runs import STATES, NumPyBackend, Run, Stored, make_stored
 
-from host.launcher import ORDERS, HostLauncher
+from host.launcher import ORDERS, HostLauncher, scratch_of
 from replayssm_cupy import allocate_scratch, decode
 from replayssm_cupy.keys import (
     SCALED_DTYPES,
@@ -47,7 +47,7 @@ def in_form(monkeypatch):
             scratch = allocate_scratch(batch, case.shape.nheads, device="cpu")
             options |= {"algorithm": "two-kernel", **scratch}
             # The second kernel must not read before it waits.
-            launcher.late = lambda plan: [*scratch.values()]
+            launcher.late = scratch_of
         with launcher.installed():
             out = after.step(step, **options)
             (plan,) = decode._plans.values()

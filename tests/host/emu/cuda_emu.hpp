@@ -95,7 +95,7 @@ void wait_until(const volatile uint64_t* word, uint64_t mask, uint64_t value, co
 
 void block_barrier();
 
-// From here on a block sees what the kernel ahead writes; before, all bits there are set.
+// Behind it a thread sees what the kernel ahead writes; before, all bits there are set.
 void wait_for_kernel_ahead();
 
 // Every lane of `mask` brings `bytes` bytes. The last to arrive passes all of them through

@@ -82,6 +82,9 @@ inline uint32_t movmatrix(uint32_t row) {
 inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline uint32_t ld_relaxed_gpu_u32(const void* p) { return ld_global_u32(p); }
+// A read, so that AddressSanitizer sees where it goes.
+inline void prefetch_L2(const void* p) { (void)*static_cast<const volatile unsigned char*>(p); }
 
 // -------------------------------------------------------------------------------- shared memory
 
@@ -208,6 +211,7 @@ inline void cp_async_bulk(smem_t dst, const void* src, unsigned bytes, smem_t ba
 
 // ------------------------------------------------------------------- programmatic dependent launch
 
+constexpr bool kHasDependentLaunch = true;
 inline void grid_dependency_wait() { emu::wait_for_kernel_ahead(); }
 inline void grid_dependency_launch() {}
 inline void fence_acq_rel_gpu() {}
