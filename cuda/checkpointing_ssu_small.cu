@@ -73,9 +73,7 @@ struct Head {
            head * params.state_head_stride + first_row * kDstate;
   }
   __device__ __forceinline__ State* state(const Request& request) const {
-    const unsigned slot = request.slot;
-    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
-           head * params.state_head_stride + row_of_warp() * kDstate;
+    return state_of_block(request.slot) + warp * kRows * kDstate;
   }
   __device__ __forceinline__ float* scale(const Request& request) const {
     const unsigned slot = request.slot;
