@@ -106,19 +106,27 @@ def checkpointing_ssu(
     max_seqlen : with cu_seqlens: the longest sequence, 1 to 16. Tokens of a sequence beyond it are
         left out.
     enable_pdl : launch the kernel so that its blocks may start while the kernel ahead of it in the
-        stream is still running (programmatic dependent launch). None of the arrays is read or
-        written early, weights, slots and cursors included: the kernel waits first until the one
-        ahead has ended, so the results are those of a plain launch whatever that one writes, and
-        when. The kernel behind may start early in turn if it was launched that way, and must wait
-        likewise (``griddepcontrol.wait``). Without effect before compute capability 9.0, and on
+        stream is still running (programmatic dependent launch). No array is used early, weights,
+        slots and cursors included: the kernel waits first until the one ahead has ended, so the
+        results are those of a plain launch whatever that one writes, and when. While it waits, the
+        form for few heads asks the L2 cache for the states and rings of the slots that it finds,
+        a hint that changes nothing but the time. The kernel behind may start early in turn if it
+        was launched that way, and must wait likewise (``griddepcontrol.wait``); what was launched
+        before the step has ended by then. Without effect before compute capability 9.0, and on
         the CPU path.
-    cb_scaled, cumAdt_vec, cb_old : FlashInfer's scratch, all three or none, from
+    cb_scaled, cumAdt_vec, cb_old : scratch for two kernels, all three or none, from
         :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
         (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
-        rounded up to 8. Contiguous; checked, and not touched: one kernel does the step.
+        rounded up to 8. Contiguous. Their contents are of no use afterwards; steps that may run at
+        the same time need scratch each.
     precompute_heads_per_cta : 0 or more, a hint for FlashInfer's kernels: no effect.
-    algorithm : "monolith", "two-kernel" (with scratch) or "auto", for FlashInfer's callers: one
-        kernel does the step whatever is asked for.
+    algorithm : "monolith": one kernel. "two-kernel": the first writes the weights of the rows to
+        the scratch, without which this is an error, and the second, which may start while the first
+        still runs, takes them from there. "auto": by measured bounds, of which there are none so
+        far: one kernel. The bits are the same. One kernel does the step too where scratch of
+        FlashInfer's shape does not hold the weights as they are (more than 6 tokens, or more than 2
+        with max_window up to 8), and with dstate 256 if the state is 8-bit or there are more than 8
+        tokens.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same

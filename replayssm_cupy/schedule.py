@@ -30,7 +30,7 @@ MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 MOST_LISTED = 512  # sequences that a block works on at a time
 PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 # algorithm="auto" takes two kernels from this many heads a multiprocessor on, by bytes of a state's
-# element and tiles of tokens. It is empty because one kernel was never seen to lose.
+# element and tiles of tokens; where there is no bound, one.
 TWO_KERNEL_HEADS: dict[tuple[int, int], float] = {}
 
 

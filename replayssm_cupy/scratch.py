@@ -1,7 +1,7 @@
-"""FlashInfer's scratch: taken and checked, so that its callers change one import; not needed.
+"""Scratch of two kernels, named as FlashInfer's, so that its callers change one import.
 
-`allocate_scratch` makes a format in float32; FlashInfer's own, whose weights have the type of x, is
-accepted too.
+`allocate_scratch` makes a format in float32 that holds the weights of any step; FlashInfer's own,
+whose arrays have the type of x, is accepted too and holds those of a few tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def allocate_scratch(
     like: Any = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Scratch as FlashInfer's callers pass it to steps, ``**scratch``; no step here needs it.
+    """Scratch for steps with ``algorithm="two-kernel"``: pass it to them as ``**scratch``.
+
+    Steps that follow one another may share it.
 
     Parameters
     ----------
