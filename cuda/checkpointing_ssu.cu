@@ -22,7 +22,7 @@ using namespace replay;
 
 // Slabs that are copied together, and stages: on their way or in use.
 template <class State, int kDstate>
-constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 4 : 1;
+constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 2 : 1;
 constexpr int kStages = 2;
 
 // n / d where n * d < 2^44 and n / d < 2^20; `inverse` is 2^44 / d, rounded up.
@@ -41,9 +41,6 @@ struct Worker {
   using Slab = SlabTile<State, kDstate>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
   static constexpr int kStageBytes = kStageSlabs * Slab::kBytes;
-  // A stage may be a whole head; then the next one is asked for before it is read, not behind it.
-  static constexpr bool kEarly = kStageSlabs > 1;
-  static constexpr int kAhead = kEarly ? 1 : kStages;
 
   const CheckpointingSsuParams& params;
   RequestList& list;
@@ -197,12 +194,12 @@ struct Worker {
     }
   }
 
-  // Refills the stage that was read last: with a later one of this head, or one of the next head.
+  // Refills the stage that was just read: with a later one of this head, or one of the next head.
   // `item` has more heads to come if `left` is not 0.
   __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
                                          int& place, int parity) {
     __syncwarp();                              // all lanes have read it
-    const int later = s + kAhead - stages();  // of the next head, or of this one if negative
+    const int later = s + kStages - stages();  // of the next head, or of this one if negative
     const unsigned char* from = item.state + (later + stages()) * kStageBytes;
     bool any = true;
     if (later >= 0) {
@@ -216,9 +213,9 @@ struct Worker {
       from += later * kStageBytes;
     }
     const int first = later < 0 ? later + stages() : later;
-    if (any) ask_for_stage(from, first, kEarly ? place ^ 1 : place);
+    if (any) ask_for_stage(from, first, place);
     ptx::cp_async_commit();
-    if (!kEarly) place ^= 1;
+    place = place + 1 == kStages ? 0 : place + 1;
   }
 
   __device__ __forceinline__ void next_stage() const {
@@ -231,7 +228,7 @@ struct Worker {
   __device__ __forceinline__ void run() {
     take_item(0, kPrepared);
 #pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
+    for (int s = 0; s < kStages; ++s) {
       if (next.heads > 0) ask_for_stage(next.state + s * kStageBytes, s, s);
       ptx::cp_async_commit();
     }
@@ -247,7 +244,6 @@ struct Worker {
         ptx::cp_async_wait<0>();
         group_late = false;
       }
-      if (kEarly) ptx::cp_async_wait<0>();
       next_stage();
       work(item, of_item, place, parity);
     }
@@ -271,7 +267,7 @@ struct Worker {
       ++item.head;
       item.state += params.state_head_stride * static_cast<int>(sizeof(State));
       parity ^= 1;
-      if (!kEarly) next_stage();
+      next_stage();
     }
   }
 
@@ -309,8 +305,7 @@ struct Worker {
     const Window& window = of_item.window;
     const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
     for (int s = 0; s < stages(); ++s) {
-      if (kEarly) refill(item, of_item, item.heads - 1 - i, s, place, parity);
-      if (kEarly || s > 0) next_stage();
+      if (s > 0) next_stage();
       const int first = s * kStageSlabs * kRows;
       if (window.flush) {
 #pragma unroll 1
@@ -324,7 +319,7 @@ struct Worker {
       float acc[kStageSlabs][kTokenTiles][4] = {};
 #pragma unroll
       for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
-      if (!kEarly) refill(item, of_item, item.heads - 1 - i, s, place, parity);
+      refill(item, of_item, item.heads - 1 - i, s, place, parity);
       const Weights<kTokenTiles> of_head(weights(i), weight_shape, window, lane);
       if constexpr (convert::kScaled<State>) {
 #pragma unroll
@@ -334,7 +329,6 @@ struct Worker {
       }
       finish_slabs(acc, of_head, weights(i) + weight_shape.old_rows(), tile, in_order(), first,
                    params.head_dim, floats(params.at_outputs), window, lane);
-      if (kEarly) place ^= 1;
     }
   }
 

@@ -146,7 +146,7 @@ def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processo
 
 def slabs_of_stage(bytes_of_row: int) -> int:
     """kSlabsOfStage."""
-    return 4 if bytes_of_row <= 128 else 1
+    return 2 if bytes_of_row <= 128 else 1
 
 
 def most_warps(key: CheckpointingSsuKey) -> int:
@@ -176,8 +176,7 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
-        # Slabs behind the head are read, too, and dropped.
-        scales=2 * step.head_dim + (slabs_of_stage(row) - 1) * SLAB,
+        scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
     )  # fmt: skip
     size = share["bytes_of_share"]
     listed = min(max(step.batch, 1), MOST_LISTED)
