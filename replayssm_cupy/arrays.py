@@ -171,13 +171,31 @@ def empty_like_framework(like: View, shape: tuple[int, ...], dtype: str, device:
         return _cupy().empty(shape, _DTYPES[dtype])
 
 
-def allocator_like(like: View) -> Callable[[Any], Any]:
-    """A function of an array of the kind of `like` that makes another, uninitialised, row-major."""
-    if like.framework == "torch":
-        torch: Any = sys.modules["torch"]
-        return partial(torch.empty_like, memory_format=torch.contiguous_format)
+def allocator_like(like: View) -> Callable[[], Any]:
+    """A function that makes an uninitialised, row-major array of the kind of `like`."""
     known = like._replace(owner=None)
-    return lambda array: empty_like_framework(known, known.shape, known.dtype, known.device)
+    if known.framework == "torch" and (quick := _quick_torch_allocator(known)) is not None:
+        return quick
+    return lambda: empty_like_framework(known, known.shape, known.dtype, known.device)
+
+
+def _quick_torch_allocator(like: View) -> Callable[[], Any] | None:
+    """What torch.compile's own code allocates with, which takes half the time; None without it."""
+    torch: Any = sys.modules["torch"]
+    kind, index = like.device
+    strides = tuple(math.prod(like.shape[axis + 1 :]) for axis in range(len(like.shape)))
+    try:
+        make = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+        quick = partial(make, like.shape, strides, getattr(torch, like.dtype))
+        current = torch._C._cuda_getDevice if kind == "cuda" else int  # it allocates on this one
+        with device_guard(like.device):
+            made = view(quick(), "out")
+        if made[2:6] != (like.shape, strides, like.dtype, like.device):
+            return None
+    except Exception:  # another version of torch
+        return None
+    usual = partial(empty_like_framework, like, like.shape, like.dtype, like.device)
+    return lambda: quick() if current() == index else usual()
 
 
 def from_numpy(array: np.ndarray[Any, Any], like: View) -> Any:

@@ -572,7 +572,22 @@ def test_the_layer_of_the_host_times_runs():
     import ml_dtypes
 
     types = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-    calls = host_side._calls(lambda size, dtype: np.zeros(size, types[dtype]), np.array)
+    layer = host_side._layer(lambda size, dtype: np.zeros(size, types[dtype]), np.array)
+    calls = host_side._calls(*layer, np.array)
     for call in calls.values():
         call()
     assert set(calls) >= {"one eager stack.step", "one bound step", "one eager stack.advance"}
+
+
+def test_the_operators_of_the_host_times_run():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    stack, inputs = host_side._layer(
+        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype)), torch.from_numpy
+    )
+    calls = host_side._operator_calls(stack, inputs)
+    for name, call in calls.items():
+        inputs["x"].normal_()
+        inputs["out"].fill_(torch.nan)
+        result = call()
+        out = inputs["out"] if result is None else result
+        assert out.shape == inputs["x"].shape and torch.isfinite(out.float()).all(), name

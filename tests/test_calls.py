@@ -62,7 +62,8 @@ def put(request, monkeypatch) -> Callable[[np.ndarray], Any]:
         return numpy_put
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if request.param == "torch piece by piece":
-        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+        for quick in ("TensorGuards", "_empty_strided_cpu"):
+            monkeypatch.delattr(torch._C._dynamo.guards, quick)
 
     def torch_put(array: np.ndarray) -> Any:
         aligned = numpy_put(array)

@@ -158,7 +158,9 @@ def test_handles_are_the_stack(device):
     for seed in range(4):
         given, options = stack_tokens(device, seed)
         for layer in range(LAYERS):
-            out = handle.step(layer, *given, **options)
+            written = torch.empty_like(given[0]) if seed % 2 else None
+            out = handle.step(layer, *given, **options, out=written)
+            assert written is None or out is written
             assert_equal([get(out)], [get(stack.step(layer, *given, **options))])
         handle.advance(options["slots"], accepted)
         stack.advance(options["slots"], accepted)
@@ -214,6 +216,7 @@ def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], An
         "selective_state_update.out": ((pools["state"], *given), options | {"out": out}),
         "advance_ring.default": ((*cursors, accepted, 2, None, slots), sizes),
         "stack_step.default": ((*named, 1, *tokens), stack_options),
+        "stack_step.out": ((*named, 0, *tokens), stack_options | {"out": torch.empty_like(out)}),
         "stack_advance.default": ((*named, slots, nothing, 2), {}),
         "stack_materialize.default": ((*named, slots, copies, nothing), {}),
         "stack_reset.default": ((*named, copies), {}),
@@ -227,6 +230,7 @@ NAMES = (
     "selective_state_update.out",
     "advance_ring.default",
     "stack_step.default",
+    "stack_step.out",
     "stack_advance.default",
     "stack_materialize.default",
     "stack_reset.default",
@@ -242,6 +246,88 @@ def test_opcheck(device, name):
     torch.library.opcheck(getattr(getattr(OPS, operator), overload), arguments, options)
 
 
+# --- What watches calls --------------------------------------------------------------------------
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "replayssm":
+            self.names.append(str(func).removeprefix("replayssm."))
+        return func(*args, **(kwargs or {}))
+
+
+def every_method(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any]) -> Any:
+    slots, out = options["slots"], torch.empty_like(given[0])
+    first = handle.step(0, *given, **options)
+    assert handle.step(1, *given, **options, out=out) is out
+    handle.advance(slots, torch.ones_like(slots), 2)
+    handle.materialize(slots, slots, torch.zeros_like(slots))
+    handle.reset(slots)
+    handle.reset()
+    return first, out
+
+
+METHODS = ["stack_step.default", "stack_step.out", "stack_advance.default",
+           "stack_materialize.default", "stack_reset.default", "stack_reset.default"]  # fmt: skip
+
+
+def test_dispatch_modes_see_operators(device):
+    """Eagerly the methods are the stack's own; the results are the same."""
+    watched, eager = handle_on(device), handle_on(device)
+    given, options = stack_tokens(device)
+    expected = every_method(eager, given, options)
+    with Seen() as seen:
+        results = every_method(watched, given, options)
+    assert seen.names == METHODS
+    assert_equal([*map(get, results)], [*map(get, expected)])
+    assert_equal(contents(watched.stack), contents(eager.stack))
+
+
+def test_tracers_see_operators():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    before = contents(handle.stack)
+    for mode in ("fake", "symbolic"):
+        trace = make_fx(
+            lambda *tensors: every_method(handle, tensors, options), tracing_mode=mode,
+            _allow_non_fake_inputs=True,
+        )  # fmt: skip
+        graph = trace(*given)
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        ours = [name.partition(".")[2] for name in targets if name.startswith("replayssm.")]
+        assert ours == METHODS
+    assert_equal(contents(handle.stack), before)
+    traced = torch.jit.trace(
+        lambda x: handle.step(0, x, *given[1:], **options), given[0], check_trace=False
+    )
+    assert "replayssm::stack_step" in str(traced.graph)
+
+
+def test_fake_tensors_have_shapes_alone():
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    fake = torch._subclasses.FakeTensorMode()
+    anchor = handle.anchor
+    before = contents(handle.stack)
+    try:
+        object.__setattr__(handle, "anchor", fake.from_tensor(anchor))
+        tensors = [fake.from_tensor(tensor) for tensor in given]
+        slots = fake.from_tensor(options["slots"])
+        out = handle.step(0, *tensors, slots=slots)
+    finally:
+        object.__setattr__(handle, "anchor", anchor)
+    assert type(out) is type(tensors[0]) and out.shape == given[0].shape
+    assert_equal(contents(handle.stack), before)
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 
@@ -249,7 +335,7 @@ def loop(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any
     """Steps, two advances that are the same call, and a step on what they leave."""
     first = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
     handle.advance(options["slots"], accepted, query_len=2)
-    handle.step(1, *given, **options)
+    first.append(handle.step(1, *given, **options, out=torch.empty_like(given[0])))
     handle.advance(options["slots"], accepted, query_len=2)
     handle.advance(options["slots"], accepted, query_len=2)
     second = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
@@ -304,8 +390,10 @@ def test_compiled_functions_change_the_callers_tensors(device, backend):
 def test_handles_that_are_gone():
     handle = handle_on("cpu")
     number, anchor = handle.number, handle.anchor
+    assert number in torch_ops._stacks
     del handle
     gc.collect()
+    assert number not in torch_ops._stacks
     with pytest.raises(ValueError, match=rf"^stack: .* a live StackHandle, got {number}$"):
         OPS.stack_reset(number, anchor)
 
