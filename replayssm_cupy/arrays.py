@@ -226,7 +226,8 @@ def to_framework(array: Any, like: View) -> Any:
     if isinstance(array, np.ndarray):  # NumPy cannot export bfloat16 through DLPack
         owner: Any = like.owner
         return jax.device_put(array, owner[0].sharding, may_alias=True)
-    return importlib.import_module("jax.dlpack").from_dlpack(array)
+    with device_guard(like.device):  # of whose stream CuPy speaks
+        return importlib.import_module("jax.dlpack").from_dlpack(array)
 
 
 def current_stream(view: View) -> int:

@@ -27,24 +27,31 @@ LAYERS, SIZES = 2, (5, 4, 64, 2, 128)
 WINDOW = {"npredicted": 2, "max_window": 6}
 
 
-@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "gpu:1")]
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", *GPUS])
 def device(request, monkeypatch) -> Any:
-    """Where the arrays are; with "kernels" those of tests/host run on them."""
-    name, _, kernels = request.param.partition("-")
-    if kernels:
+    """Where the arrays are, the first GPU being JAX's default and the current one; with "kernels"
+    those of tests/host run on them."""
+    if request.param == "cpu-kernels":
         from host.launcher import HostLauncher
 
         monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
+    platform, _, index = request.param.removesuffix("-kernels").partition(":")
     try:
-        return jax.devices(name)[0]
+        found = jax.devices(platform)
     except RuntimeError as error:
         pytest.skip(f"JAX has no such device: {error}")
+    if len(found) <= int(index or 0):
+        pytest.skip(f"needs 2 GPUs that JAX can use, found {len(found)}")
+    return found[int(index or 0)]
 
 
 def make(device: Any, state_dtype: str = "float32") -> tuple[Any, ssm.LayerStack]:
     """The same new states for JAX and for a stack of NumPy, or of CuPy on a GPU."""
     rng = np.random.default_rng(0)
-    where = "cuda" if device.platform == "gpu" else "cpu"
+    where = f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else "cpu"
     stack = ssm.LayerStack(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=where)
     arrays = jax_ops.stack_arrays(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=device)
     state = rng.standard_normal((5, 4, 64, 128)).astype(np.float32)

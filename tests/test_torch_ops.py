@@ -21,16 +21,21 @@ CASE = Case(Shape("torch-ops", 4, 2, 64, 128), npredicted=2, max_window=6, num_s
 LAYERS = 2
 
 
-@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", *GPUS])
 def device(request, monkeypatch) -> str:
-    """Where the tensors are; with "kernels" those of tests/host run on them."""
+    """Where the tensors are, the first GPU being the current one; with "kernels" those of
+    tests/host run on them."""
     name, _, kernels = request.param.partition("-")
     if kernels:
         from host.launcher import HostLauncher
 
         monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("PyTorch has no CUDA device")
+    needed, found = {"cuda": 1, "cuda:1": 2}.get(name, 0), torch.cuda.device_count()
+    if found < needed:
+        pytest.skip(f"needs {needed} GPUs that PyTorch can use, found {found}")
     return name
 
 
