@@ -69,9 +69,10 @@ class View(NamedTuple):
 def view(array: Any, name: str) -> View:
     """Borrow `array` without a copy; `name` is the argument's name in error messages.
 
-    Any strided array of PyTorch, JAX, CuPy or NumPy on the CPU or a CUDA device will do, and any
-    object with `__dlpack__`. Torch tensors that require grad are read as if detached. JAX arrays
-    are always read-only; on CUDA their pending work is ordered before CuPy's current stream.
+    Any strided array of PyTorch, JAX, CuPy or NumPy on the CPU or a CUDA device will do, any object
+    with `__dlpack__`, and a view, which comes back under the new name. Torch tensors that require
+    grad are read as if detached. JAX arrays are always read-only; on CUDA their pending work is
+    ordered before CuPy's current stream.
 
     Raises TypeError if `array` is no such array, if its dtype is not supported, or if its memory
     cannot be borrowed (sparse, traced, meta); ValueError if a stride is not a whole number of
@@ -385,6 +386,8 @@ _CPU = Device("cpu")
 
 
 def _find_reader(array: Any, name: str) -> _Reader:
+    if isinstance(array, View):
+        return _read_view
     known = (
         ("numpy", "ndarray", _read_numpy),
         ("torch", "Tensor", _read_torch),
@@ -399,6 +402,10 @@ def _find_reader(array: Any, name: str) -> _Reader:
         return _read_dlpack
     got = type(array).__name__
     raise TypeError(f"{name}: expected an array of PyTorch, JAX, CuPy or NumPy, got {got}")
+
+
+def _read_view(array: View, name: str) -> View:
+    return array._replace(name=name)
 
 
 def _read_torch(array: Any, name: str) -> View:

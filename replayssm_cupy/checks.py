@@ -184,6 +184,20 @@ def check_rounds(philox_rounds: int) -> int:
     return philox_rounds
 
 
+def first_seed(stochastic: bool | int, state_dtype: str) -> int | None:
+    """The first seed that `stochastic_rounding` asks for; None rounds to nearest."""
+    if stochastic is False:
+        return None
+    if not isinstance(stochastic, int):
+        got = type(stochastic).__name__
+        raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
+    if state_dtype == "float32":
+        raise ValueError(
+            "stochastic_rounding: expected False with a float32 state, which is not rounded"
+        )
+    return 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
+
+
 def check_scale(state: View, scale: View | None, letters: Letters) -> None:
     """An 8-bit state has decode scales (num_slots, nheads, head_dim) float32, any other none."""
     if (scale is not None) != (state.dtype in SCALED_DTYPES):

@@ -29,7 +29,7 @@ from .checks import (
     check_rounds,
     check_scale,
     check_value,
-    index_range,
+    first_seed,
     named_device,
 )
 from .decode_checks import check_layout, check_window
@@ -227,16 +227,9 @@ class StackArrays:
         """Takes note of how states are rounded, and makes the seed."""
         self.philox_rounds = check_rounds(rounds)
         self.rand_seed: Any = None
-        if stochastic is False:
+        seed = first_seed(stochastic, state_dtype)
+        if seed is None:
             return
-        if not isinstance(stochastic, int):
-            got = type(stochastic).__name__
-            raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
-        if state_dtype == "float32":
-            raise ValueError(
-                "stochastic_rounding: expected False with a float32 state, which is not rounded"
-            )
-        seed = 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
         with device_guard(device):
             self.rand_seed = make_seed()
             self.rand_seed[...] = seed
@@ -276,7 +269,7 @@ class StackArrays:
         ]
         first = self._first
         for layer in self._views:
-            _check_layer(layer, first)
+            check_layer(layer, first)
         rings = first["x_cache"]
         self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
         self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
@@ -348,8 +341,8 @@ class StackArrays:
 _PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
 
 
-def _check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
-    """Arrays of one layer against each other and against the first layer's."""
+def check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
+    """Checks the arrays of one layer against each other and against the first layer's."""
     v = {name: array for name, array in layer.items() if array is not None}
     state, x_cache = v["state"], v["x_cache"]
     check_dtype(state, STATE_DTYPES)
