@@ -18,7 +18,8 @@ enum IndexType : int { kInt32 = 0, kInt64 = 1 };
 
 struct CheckpointingSsuParams {
   void* state;                          // (num_slots, nheads, head_dim, dstate), written on flush
-  float* state_scale;                   // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* state_copy;                     // (num_slots, nheads, bytes...) read instead, or null
+  float* state_scale;                   // (num_slots, nheads, head_dim), of codes, or null
   void* x_cache;                        // (num_slots, nheads, ring_buffer_len, head_dim), appended
   void* B_cache;                        // (num_slots, ngroups, ring_buffer_len, dstate), appended
   float* dt_cache;                      // (num_slots, nheads, ring_buffer_len), appended
@@ -36,8 +37,9 @@ struct CheckpointingSsuParams {
   const int* cu_seqlens;                // (batch + 1,) or null: npredicted tokens in every row
   const unsigned char* force_flush;     // (batch,) or null: not 0 folds whatever is live
   const int64_t* rand_seed;             // (1,) or null: round to nearest
+  const int* events;                    // (num_slots,) of flushes, for their random bits, or null
   void* out;                            // (batch, npredicted, nheads, head_dim)
-  int64_t state_slot_stride, state_head_stride;
+  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
@@ -52,7 +54,7 @@ struct CheckpointingSsuParams {
   int64_t z_batch_stride, z_token_stride, z_head_stride;
   int64_t dt_bias_stride;
   int64_t out_batch_stride, out_token_stride, out_head_stride;
-  int64_t slots_stride, force_flush_stride;
+  int64_t slots_stride, force_flush_stride, events_stride;
   int64_t pad_slot_id;
   int64_t inverse_items_of_sequence, inverse_items_of_group;  // as `divide` takes them
   int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
@@ -144,16 +146,19 @@ struct ResetSlotsParams {
 
 struct LoadStateParams {
   void* state;         // (num_slots, nheads, head_dim, dstate), the slots written
-  float* state_scale;  // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* state_copy;    // (num_slots, nheads, bytes...), the slots written, or null
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
   const void* source;  // (batch, nheads, head_dim, dstate)
   const void* slots;   // (batch,) or null: slot = batch row
-  int64_t state_slot_stride, state_head_stride;
+  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t source_batch_stride, source_head_stride;
   int64_t slots_stride;
   int64_t pad_slot_id;
+  int64_t seed;  // of the random bits
   int num_slots, batch, nheads, head_dim, dstate;
-  int slots_type;  // IndexType
+  int slots_type;     // IndexType
+  int philox_rounds;  // of a state with a copy; 0 rounds to nearest
 };
 
 // Tables of addresses and strides hold one entry per layer; inside a slot all layers lie alike.
@@ -214,12 +219,12 @@ struct PlanMaterializeParams {
   int move_cursors;  // 1: those of the destinations
 };
 
-// The arrays of a slot: state, scale, x, B and dt rings. Each is a number of blocks (heads, groups)
-// of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
-constexpr int kSlotArrays = 5;
+// The arrays of a slot: state, copy, scale, x, B and dt rings. Each is a number of blocks (heads,
+// groups) of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
+constexpr int kSlotArrays = 6;
 
 struct CopySlotsParams {
-  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where there is no scale
+  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where an array is not there
   const int64_t* slot_strides[kSlotArrays];  // (layers,), in elements
   int64_t block_strides[kSlotArrays];
   int64_t row_strides[kSlotArrays];

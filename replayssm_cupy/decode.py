@@ -26,7 +26,8 @@ from .checked import check_step
 from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
 from .folds import check_and_stamp_on_host
-from .keys import SelectiveStateUpdateKey
+from .formats import format_of
+from .keys import SLAB, SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -35,7 +36,7 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, Step, processor, schedule
+from .schedule import Step, processor, schedule
 from .scratch import SCRATCH
 
 _plans: dict[object, Plan] = {}
@@ -136,7 +137,7 @@ def pointing_to(plan: Plan, views: Views) -> Plan:
     plan = plan.copy()
     for name, kind, *_ in plan.record._fields_:
         if kind is ctypes.c_void_p:
-            array = views[name]
+            array = views.get(name)
             setattr(plan.record, name, array.ptr if array is not None else None)
     return plan
 
@@ -174,7 +175,9 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
         max_window, record.ring_buffer_len, v["z"] is not None,
     )  # fmt: skip
-    launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
+    launch = schedule(
+        format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
+    )
     for field, value in launch.fields.items():
         setattr(record, field, value)
     block = (launch.threads, 1, 1)
@@ -206,6 +209,7 @@ def _fill(record: Any, v: Views, options: Options) -> None:
 
 _STRIDES = {
     "state": ("slot", "head"),
+    "state_copy": ("slot", "head"),
     "state_scale": ("slot", "head"),
     "x_cache": ("slot", "head", "row"),
     "B_cache": ("slot", "group", "row"),
@@ -223,6 +227,7 @@ _STRIDES = {
     "out": ("batch", "token", "head"),
     "slots": ("",),
     "force_flush": ("",),
+    "events": ("",),
 }
 
 
@@ -247,6 +252,8 @@ def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None
         arrays.pop("rand_seed"),
         options.philox_rounds,
         options.layer,
+        arrays.pop("state_copy", None),
+        arrays.pop("events", None),
     )
     arrays.update(
         dt_softplus=options.dt_softplus,

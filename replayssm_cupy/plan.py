@@ -19,7 +19,7 @@ from .keys import Key
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
-SLOT_ARRAYS = 5  # state, scale, x, B and dt rings
+SLOT_ARRAYS = 6  # state, copy, scale, x, B and dt rings
 MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
@@ -45,19 +45,20 @@ class CheckpointingSsuParams(ctypes.Structure):
     _fields_ = [
         *_fields(
             ctypes.c_void_p,
-            """state state_scale x_cache B_cache dt_cache ring_start prev_num_accepted_tokens
-            x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed out""",
+            """state state_copy state_scale x_cache B_cache dt_cache ring_start
+            prev_num_accepted_tokens x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed
+            events out""",
         ),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride
+            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
             state_scale_slot_stride state_scale_head_stride
             x_cache_slot_stride x_cache_head_stride x_cache_row_stride
             B_cache_slot_stride B_cache_group_stride B_cache_row_stride
             dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
             ring_start_stride prev_num_accepted_tokens_stride"""
             + _TOKEN_STRIDES
-            + """ force_flush_stride pad_slot_id
+            + """ force_flush_stride events_stride pad_slot_id
             inverse_items_of_sequence inverse_items_of_group""",
         ),
         *_fields(
@@ -129,14 +130,14 @@ class LoadStateParams(ctypes.Structure):
     """Pointers, strides in elements and counts of ``load_state``."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "state state_scale source slots"),
+        *_fields(ctypes.c_void_p, "state state_copy state_scale source slots"),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride state_scale_slot_stride
-            state_scale_head_stride source_batch_stride source_head_stride
-            slots_stride pad_slot_id""",
+            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
+            state_scale_slot_stride state_scale_head_stride source_batch_stride source_head_stride
+            slots_stride pad_slot_id seed""",
         ),
-        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type"),
+        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type philox_rounds"),
     ]
 
 

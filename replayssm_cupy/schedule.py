@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from .arrays import Device, itemsize
 from .compiler import import_cupy
 from .keys import (
-    SCALED_DTYPES,
+    SCALED_FORMATS,
+    SLAB,
     TOKENS_PER_TILE,
     CheckpointingSsuKey,
     SmallCheckpointingSsuKey,
+    bytes_of_slab,
     replay_keys,
 )
 
-SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
@@ -113,14 +114,14 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     return heads <= (4 if key.state_dtype == "float32" else 2)
 
 
-def slabs_of_stage(bytes_of_row: int) -> int:
+def slabs_of_stage(key: CheckpointingSsuKey) -> int:
     """kSlabsOfStage."""
-    return 2 if bytes_of_row <= 128 else 1
+    return 2 if bytes_of_slab(key.state_dtype, key.dstate) <= 128 * SLAB else 1
 
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if itemsize(key.state_dtype) == 2 and key.token_tiles == 1 else 8
+    return 12 if key.state_dtype in ("bfloat16", "float16") and key.token_tiles == 1 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
@@ -128,7 +129,7 @@ def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     heads_of_warp = step.batch * step.nheads / (on.count * 8)
     if key.state_dtype == "float32" or heads_of_warp < 4:
         return 1
-    return 4 if key.state_dtype in SCALED_DTYPES and heads_of_warp >= 6 else 2
+    return 4 if key.state_dtype in SCALED_FORMATS and heads_of_warp >= 6 else 2
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
@@ -138,10 +139,10 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """
     items = -(-step.heads_per_group // most_heads(key, step, on))
     heads = -(-step.heads_per_group // items)
-    row = key.dstate * itemsize(key.state_dtype)
+    slab = bytes_of_slab(key.state_dtype, key.dstate)
     share = _share(
         key, step, step.max_window,
-        state_bytes=STAGES * slabs_of_stage(row) * SLAB * row,
+        state_bytes=STAGES * slabs_of_stage(key) * slab,
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
@@ -175,7 +176,7 @@ def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     def share_of(slabs: int) -> dict[str, int]:
         return _share(
             key, step, step.ring_buffer_len,
-            state_bytes=slabs * SLAB * key.dstate * itemsize(key.state_dtype),
+            state_bytes=slabs * bytes_of_slab(key.state_dtype, key.dstate),
             head_tiles=1,
             heads=1,
             dt_rows=step.ring_buffer_len + step.tokens,
@@ -224,7 +225,7 @@ def _share(
         "at_scales_of_C": 4 * tokens,
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * weights,
-        "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
+        "at_scales": 4 * scales if key.state_dtype in SCALED_FORMATS else 0,
         "at_cursors": 12,
     }
     share, end = {}, 0

@@ -82,6 +82,8 @@ inline uint32_t movmatrix(uint32_t row) {
 inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+// The memory must be there, as a sanitizer sees.
+inline void prefetch_l2(const void* p) { (void)*static_cast<const volatile unsigned char*>(p); }
 
 // -------------------------------------------------------------------------------- shared memory
 
@@ -215,6 +217,9 @@ constexpr bool kHasE4m3Cvt = false;
 inline void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
   throw emu::Error("no cvt.e4m3x2 here");
 }
+
+constexpr bool kHasE2m1Cvt = false;
+inline unsigned cvt_e2m1x2(const float (&v)[8]) { throw emu::Error("no cvt.e2m1x2 here"); }
 
 // The CPU has no stochastic conversion; convert.cuh takes its own.
 constexpr bool kHasStochasticCvt = false;
