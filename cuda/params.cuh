@@ -125,6 +125,37 @@ struct AdvanceRingParams {
   int num_accepted_type, query_lens_type, slots_type;  // IndexType
 };
 
+struct BeginStepParams {
+  int* positions;                 // (num_slots, words), moved on
+  const void* slots;              // (batch,) or null: slot = batch row
+  const void* num_accepted;       // (batch,) of the window before, or null: all of it
+  const int* cu_seqlens;          // (batch + 1,) or null: npredicted tokens in every row
+  int* ring_start;                // (num_slots,), written
+  int* prev_num_accepted_tokens;  // (num_slots,), written
+  int* events;                    // (num_slots,), written
+  int64_t* rand_seed;             // (1,), written
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, num_accepted_stride;
+  int64_t pad_slot_id, seed;
+  int num_slots, batch, npredicted, max_window, ring_buffer_len, words;
+  int slots_type, num_accepted_type;  // IndexType
+};
+
+constexpr int kRings = 3;  // x, B and dt
+
+// Words have four bytes; strides count them.
+struct ClearRingsParams {
+  void* rings[kRings];  // each (num_slots, heads, words_of_head), zeroed
+  int64_t ring_slot_strides[kRings];
+  int64_t ring_head_strides[kRings];
+  int* positions;     // (num_slots, words), zeroed
+  const void* slots;  // (batch,) or null: slot = batch row
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, pad_slot_id;
+  int heads[kRings];
+  int words_of_head[kRings];
+  int num_slots, batch, words;
+  int slots_type;  // IndexType
+};
+
 // States of up to this many layers are reset by one launch; the table travels with the launch.
 constexpr int kMaxResetLayers = 128;
 
@@ -174,13 +205,15 @@ struct MaterializeParams {
   const int64_t* A_ptrs;                    // (layers,), of (nheads,)
   const int64_t* state_scale_ptrs;          // (layers,), of (num_slots, nheads, head_dim), or 0
   const int64_t* state_scale_slot_strides;  // (layers,)
+  const int64_t* state_copy_ptrs;           // (layers,), of (num_slots, nheads, bytes...), or null
+  const int64_t* state_copy_slot_strides;   // (layers,), or null
   const void* src_slots;                    // (layers, batch)
   const void* dst_slots;                    // (layers, batch)
   const int* ring_start;                    // (batch,)
   const int* replay_prefix_len;             // (batch,), negative: nothing to do
   const int* active_request_indices;        // (batch,), up to a negative one, or null: all
   const int64_t* rand_seed;                 // (1,) or null: round to nearest
-  int64_t state_head_stride, state_scale_head_stride;
+  int64_t state_head_stride, state_scale_head_stride, state_copy_head_stride;
   int64_t x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_group_stride, B_cache_row_stride;
   int64_t dt_cache_head_stride, dt_cache_row_stride;
@@ -315,6 +348,7 @@ struct CheckMaterializeParams {
   const int64_t* dt_cache_ptrs;         // (layers,)
   const int64_t* A_ptrs;                // (layers,)
   const int64_t* state_scale_ptrs;      // (layers,)
+  const int64_t* state_copy_ptrs;       // (layers,) or null
   const void* src_slots;                // (layers, batch)
   const void* dst_slots;                // (layers, batch)
   const int* ring_start;                // (batch,)
@@ -328,6 +362,7 @@ struct CheckMaterializeParams {
   int64_t pad_slot_id, num_slots;
   int layers, batch, max_window, ring_buffer_len;
   int src_slots_type, dst_slots_type;  // IndexType
-  int scaled;                          // 1: an 8-bit state, which has scales
+  int scaled;                          // 1: codes, which have scales
+  int copied;                          // 1: a state that has a copy
   int bytes_of_A;                      // of an element
 };

@@ -43,11 +43,17 @@ _plans: dict[object, Plan] = {}
 
 
 def decode(
-    views: Views, out: Any, options: Options, seen: Seen | None = None, folds: View | None = None
+    views: Views,
+    out: Any,
+    options: Options,
+    seen: Seen | None = None,
+    folds: View | None = None,
+    before: Callable[[], list[Plan]] = list,
 ) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update.
 
-    `folds` are the stamps of a stack's layer, for checked mode.
+    `folds` are the stamps of a stack's layer, for checked mode. `before` does what must come ahead
+    of the step once that has passed its checks; it returns what it launched.
     """
     x = views["x"]
     assert x is not None
@@ -57,14 +63,18 @@ def decode(
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
         plan = plan_of(views, options)
+        earlier: list[Plan] = []
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options, folds)
+            earlier = before()
             _launch(plan, views)
         if seen is not None and not options.check:
-            seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
+            vectors = vectors_of("x_cache" in views)
+            seen.add(pointing_to(plan, views), views, vectors, earlier)
     else:
         canonical, window = check_decode(views, options)
+        before()
         _run_on_host(canonical, options, window, folds)
     return to_framework(out, x) if fresh else out
 

@@ -125,6 +125,22 @@ class AdvanceRingKey:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginStepKey:
+    """Cursors from positions, before a step; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "begin_step"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRingsKey:
+    """Zero rings and positions; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "clear_rings"
+
+
+@dataclass(frozen=True, slots=True)
 class ResetSlotsKey:
     """Zero states and cursors; nothing is fixed at compile time."""
 
@@ -218,6 +234,8 @@ Key = (
     CheckpointingSsuKey
     | SelectiveStateUpdateKey
     | AdvanceRingKey
+    | BeginStepKey
+    | ClearRingsKey
     | ResetSlotsKey
     | LoadStateKey
     | CheckStepKey
@@ -238,13 +256,15 @@ def every_key() -> Iterator[Key]:
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()
+    yield BeginStepKey()
+    yield ClearRingsKey()
     yield ResetSlotsKey()
     yield CheckStepKey()
     yield StampFoldsKey()
     yield ForgetFoldsKey()
     for types in itertools.product(STATE_FORMATS, FLOAT_DTYPES):
         yield LoadStateKey(*types)
-    for snapshot in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES):
+    for snapshot in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES):
         yield MaterializeKey(*snapshot)
     yield PlanMaterializeKey()
     yield CheckMaterializeKey()

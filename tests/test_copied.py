@@ -21,6 +21,7 @@ from runs import (
     NumPyBackend,
     Run,
     Stored,
+    device_of,
     half_cells,
     make_stored,
     new_rows,
@@ -358,3 +359,159 @@ def test_what_a_copy_must_be(backend):
         state_scale=None,
     )  # fmt: skip
     assert four.state_copy.shape == (5, 4, 4, 1152)
+
+
+# --- A stack of them -----------------------------------------------------------------------------
+
+
+def make_stack(backend, state_format: str, **options) -> ssm.LayerStack:
+    return ssm.LayerStack(
+        2, 6, 4, 64, 2, 128, max_window=16, npredicted=4, state_dtype=state_format,
+        device=device_of(backend), **options,
+    )  # fmt: skip
+
+
+def decode_some(backend, stack: ssm.LayerStack, steps: int, seed: int = 0) -> list[np.ndarray]:
+    """Steps of 1 to 4 tokens in slots 4, 0 and 2, some of them accepted; outs of the last one."""
+    rng = np.random.default_rng(seed)
+    slots = backend.put(np.array([4, 0, 2], np.int32))
+    case = replace(BASE, state_dtype=stack.state_dtype, npredicted=4)
+    outs: list[np.ndarray] = []
+    weights = None
+    for _ in range(steps):
+        q = int(rng.integers(1, 5))
+        outs = []
+        for layer in range(2):
+            step = make_step(case, 3, rng, q=q, weights=weights)
+            weights = weights or (step.A, step.D, step.dt_bias)
+            given = {name: backend.put(array) for name, array in step.arrays().items()}
+            outs.append(backend.get(stack.step(layer, **given, slots=slots)))
+        stack.advance(slots, backend.put(rng.integers(0, q + 1, 3).astype(np.int32)))
+    stack.A = [backend.put(weights[0])] * 2
+    return outs
+
+
+def arrays_of(backend, stack: ssm.LayerStack) -> dict[str, list[np.ndarray]]:
+    lists = {"state": stack.states, "copy": stack.state_copies, "scale": stack.state_scales}
+    return {name: [backend.get(array) for array in arrays] for name, arrays in lists.items()}
+
+
+@both_formats
+def test_a_stack_carries_the_recurrence_of_float16(backend, state_format):
+    copied, alone = make_stack(backend, state_format), make_stack(backend, "float16")
+    assert copied.state_dtype == state_format
+    assert f"state {state_format}," in repr(copied)
+    bits_of_copy = {"float16+fp8": 8, "float16+nvfp4": 4.5}[state_format]
+    rows = 2 * 4 * 64  # layers, heads, rows
+    assert copied.bytes_per_slot - alone.bytes_per_slot == rows * (128 * bits_of_copy / 8 + 4)
+    outs, plain_outs = (decode_some(backend, stack, 12) for stack in (copied, alone))
+    for layer in range(2):
+        states = backend.get(copied.states[layer]), backend.get(alone.states[layer])
+        assert np.array_equal(bits(states[0]), bits(states[1]))
+        error = relative_l2(float64(outs[layer]), float64(plain_outs[layer]))
+        assert 1e-4 < error < (0.05 if state_format == "float16+fp8" else 0.15)
+    copied.reset(backend.put(np.array([4], np.int64)))
+    after = arrays_of(backend, copied)
+    assert not any(array[4].any() for array in after["state"])
+    assert not any(float64(array[4]).any() for array in after["copy"])
+    assert all((array[4] == 1).all() for array in after["scale"])
+
+
+@both_formats
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_snapshots_are_flushes(backend, stochastic, state_format):
+    """A snapshot of all live rows has the bits of a flush, in both forms; one of none copies."""
+    stack = make_stack(backend, state_format, stochastic_rounding=stochastic)
+    decode_some(backend, stack, 9)
+    stack.refresh(stack.A)
+    live = backend.get(stack.prev_num_accepted_tokens)
+    assert live[[4, 0]].any()
+    before = arrays_of(backend, stack)
+    src, dst = np.array([4, 0, 4], np.int64), np.array([1, 3, 5], np.int64)
+    prefix = np.array([live[4], live[0], 0], np.int32)
+    stack.materialize(*(backend.put(array) for array in (src, dst, prefix)), check=True)
+    made = arrays_of(backend, stack)
+    for name, layers in made.items():
+        for layer in range(2):
+            assert np.array_equal(bits(layers[layer][5]), bits(before[name][layer][4])), name
+            for slot in (0, 2, 4):
+                assert np.array_equal(bits(layers[layer][slot]), bits(before[name][layer][slot]))
+    stack.flush_slots(stack.A, backend.put(np.array([4, 0], np.int32)))
+    flushed = arrays_of(backend, stack)
+    for name, layers in made.items():
+        for layer in range(2):
+            for source, target in ((4, 1), (0, 3)):
+                same = np.array_equal(
+                    bits(layers[layer][target]), bits(flushed[name][layer][source])
+                )
+                # Random bits belong to a place in the storage.
+                assert same or (stochastic and name == "state"), name
+
+
+@both_formats
+@pytest.mark.parametrize("dstate, head_dim", [(64, 80), (256, 64), (256, 128)])
+def test_snapshots_of_other_shapes(backend, dstate, head_dim, state_format):
+    rng = np.random.default_rng(9)
+    stack = ssm.LayerStack(
+        1, 3, 2, head_dim, 1, dstate, state_dtype=state_format, device=device_of(backend)
+    )
+    given = rng.standard_normal((1, 2, head_dim, dstate)).astype(np.float32)
+    first = backend.put(np.array([0], np.int32))
+    stack.load_state(0, first, backend.put(given))
+    case = Case(Shape("other", 2, 1, head_dim, dstate), 1, 16, state_format)
+    A = None
+    for _ in range(5):
+        step = make_step(case, 1, rng, weights=A)
+        A = (step.A, step.D, step.dt_bias)
+        stack.step(0, **{n: backend.put(a) for n, a in step.arrays().items()}, slots=first)
+        stack.advance(first, backend.put(np.array([1], np.int32)))
+    stack.refresh([backend.put(A[0])])
+    for target, prefix in ((1, 5), (2, 0)):
+        numbers = (np.array([number], np.int32) for number in (0, target, prefix))
+        stack.materialize(*(backend.put(array) for array in numbers))
+    made = arrays_of(backend, stack)
+    stack.flush_slots([backend.put(A[0])], first)
+    for name, (after,) in arrays_of(backend, stack).items():
+        assert np.array_equal(bits(made[name][0][1]), bits(after[0])), name
+        assert np.array_equal(bits(made[name][0][2]), bits(made[name][0][0])), name
+
+
+@both_formats
+def test_copies_and_images_take_both_forms(backend, state_format):
+    stack = make_stack(backend, state_format)
+    decode_some(backend, stack, 9)
+    stack.copy_slots(
+        *(backend.put(np.array(slots, np.int32)) for slots in ([4, 0], [1, 3]))
+    )  # fmt: skip
+    after = arrays_of(backend, stack)
+    for name, layers in after.items():
+        for array in layers:
+            assert np.array_equal(bits(array[[1, 3]]), bits(array[[4, 0]])), name
+    image = stack.export_slots([4, 2])
+    other = make_stack(backend, state_format)
+    other.import_slots(image, [5, 0])
+    there = arrays_of(backend, other)
+    for name, layers in after.items():
+        for layer in range(2):
+            for source, target in ((4, 5), (2, 0)):
+                assert np.array_equal(
+                    bits(layers[layer][source]), bits(there[name][layer][target])
+                ), name
+    for wrong in {"float16", *COPIED} - {state_format}:
+        with pytest.raises(ValueError, match=r"expected state_dtype = \S+ as in the stack, got"):
+            make_stack(backend, wrong).import_slots(image, [0, 1])
+
+
+@both_formats
+def test_a_stack_over_arrays_that_exist(backend, state_format):
+    made = make_stack(backend, state_format)
+    lists = (made.states, made.x_caches, made.B_caches, made.dt_caches)
+    cursors = (made.ring_start, made.prev_num_accepted_tokens)
+    options = {"npredicted": 4, "max_window": 16, "state_scales": made.state_scales}
+    stack = ssm.LayerStack.from_arrays(*lists, *cursors, **options, state_copies=made.state_copies)
+    assert stack.state_dtype == state_format
+    expected = decode_some(backend, make_stack(backend, state_format), 3)
+    for got, wanted in zip(decode_some(backend, stack, 3), expected, strict=True):
+        assert np.array_equal(bits(got), bits(wanted))
+    with pytest.raises(ValueError, match=r"^state_copies: expected one array per layer \(2\)"):
+        ssm.LayerStack.from_arrays(*lists, *cursors, **options, state_copies=made.state_copies[:1])

@@ -30,7 +30,8 @@ CUDA = ROOT / "cuda"
 
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
-    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "scratch", "slots"},
+    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "scratch", "slots",
+                 "vllm_cache"},
     "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
     "layer_stack": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "errors",
@@ -38,10 +39,12 @@ MAY_IMPORT = {
                     "stack_arrays"},
     "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "formats",
                      "keys", "plan", "snapshots"},
+    "vllm_cache": {"arrays", "checks", "compiler", "decode", "decode_checks", "errors", "formats",
+                   "keys", "numerics", "plan", "reference", "slots"},
     "slot_files": {"arrays", "checks", "decode_checks", "errors", "snapshots"},
     "snapshots": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
                   "errors", "formats", "keys", "plan", "prefix", "prefix_plan", "prefix_tables"},
-    "prefix": {"arrays", "checked", "checks", "decode", "keys", "plan", "prefix_checks",
+    "prefix": {"arrays", "checked", "checks", "decode", "formats", "keys", "plan", "prefix_checks",
                "prefix_plan", "prefix_tables", "reference", "schedule"},
     "prefix_tables": {"arrays", "checks", "formats", "keys"},
     "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
@@ -112,6 +115,7 @@ LIBRARIES = {
     "stack_arrays": {"numpy"},
     "torch": {"torch", "transformers"},
     "torch_ops": {"torch"},
+    "vllm_cache": {"numpy"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
 # Imported at their head.

@@ -32,6 +32,7 @@ SUITE = (
 
 # The kernels of whole slots and the checks have tests of their own.
 SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+POSITION_SUITE = ("tests/test_vllm_cache.py",)
 SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "check.cu")
 # States with a read copy have tests of their own, too.
 COPY_SUITE = ("tests/test_copied.py", "tests/test_conversions.py")
@@ -111,7 +112,30 @@ EDITS = {
         ("e2m1 codes below 1 too coarse", "& 0x7f800000u, 0x3f800000u);", "& 0x7f800000u, 0u);"),
         ("block scale for another largest code", "1.0f / 6.0f", "1.0f / 7.0f"),
     ],
+    "positions.cu": [
+        ("position: not moved on", "position[0] = committed + 1;", ""),
+        ("position: all of a window kept", "min(max(accepted, 0), pending);", "pending;"),
+        ("position: rows of a flush still live", "replay::flushes(live, q, W) ? 0 : live", "live"),
+        ("position: the first row of the ring", "(committed - live) % L;", "0;"),
+        (
+            "position: flushes with one number",
+            "params.events[slot] = committed;",
+            "params.events[slot] = 1;",
+        ),
+        (
+            "position: seed not written",
+            "*params.rand_seed = params.seed;",
+            "*params.rand_seed = 0;",
+        ),
+        ("position: cleared halfway", "threadIdx.x < params.words", "threadIdx.x < 1"),
+        (
+            "position: rings of the first head cleared",
+            "i < params.heads[array] * words;",
+            "i < words;",
+        ),
+    ],
     "copied.cuh": [
+        ("copied: flushes share their noise", "params.events != nullptr", "false"),
         ("copied: unit of the codes left out", " * convert::kE2m1Unit", ""),
         ("copied: block scales of the first row", "row * (kDstate / 16) + of_row", "of_row"),
         ("copied: one block of a piece", "(4 * J + lane.t) + block;", "(4 * J + lane.t);"),
@@ -721,6 +745,16 @@ EDITS = {
     ],
     "materialize.cu": [
         (
+            "copied: snapshot of the first slab only",
+            "if constexpr (kTwice) {\n      copy +=",
+            "if constexpr (kTwice) {\n      copy -=",
+        ),
+        (
+            "copied: only state and scales are copied",
+            "lane.index; i < vectors; i += 32",
+            "vectors; i < vectors; i += 32",
+        ),
+        (
             "active list not read",
             "request = params.active_request_indices[request * "
             "params.active_request_indices_stride];",
@@ -765,7 +799,11 @@ EDITS = {
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
-        ("slabs of wide states never asked for", "if (!kAsksEarly<State, Act> &&", "if (false &&"),
+        (
+            "slabs of wide states never asked for",
+            "if (!kAsksEarly<State, Act, Copy> &&",
+            "if (false &&",
+        ),
         ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
@@ -853,8 +891,10 @@ FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in e
 
 def suite_of(fault: Fault) -> tuple[str, ...]:
     """The tests that may see a fault, the likeliest first."""
-    if fault.file in COPY_FILES:
-        return COPY_SUITE
+    if fault.file == "positions.cu":
+        return POSITION_SUITE
+    if fault.file in COPY_FILES or fault.name.startswith("copied"):
+        return COPY_SUITE + POSITION_SUITE
     if fault.file == "fold.cuh":  # steps and snapshots share it
         return SUITE[:2] + SNAPSHOT_SUITE
     return SNAPSHOT_SUITE if fault.file in SNAPSHOT_FILES else SUITE + SNAPSHOT_SUITE
