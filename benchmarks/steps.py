@@ -85,6 +85,8 @@ class Ours:
         if settings.algorithm != "monolith":
             options |= ssm.allocate_scratch(batch, shape.nheads, like=inputs["x"])
         slots = cupy.asarray(case.slots)
+        # Beside a copy: the float16 state alone.
+        scaled = bool(stack.state_scales) and not stack.state_copies
         self.replay: list[Callable[[], Any]] = [
             stack.bind(layer, **inputs, slots=slots, **options) for layer in range(layers)
         ]
@@ -93,7 +95,7 @@ class Ours:
                 stack.states[layer],
                 **inputs,
                 state_batch_indices=slots,
-                state_scale=stack.state_scales[layer] if stack.state_scales else None,
+                state_scale=stack.state_scales[layer] if scaled else None,
             )
             for layer in range(layers)
         ]

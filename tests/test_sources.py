@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "demo": {"compiler", "demo_prefix", "demo_report", "errors", "layer_stack", "mamba2",
              "mamba2_weights", "speculative"},
     "demo_prefix": {"mamba2", "mamba2_weights", "speculative"},
-    "demo_report": {"arrays", "demo_prefix", "mamba2_weights", "speculative"},
+    "demo_report": {"arrays", "demo_prefix", "keys", "mamba2_weights", "speculative"},
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
@@ -83,7 +83,7 @@ MAY_IMPORT = {
     # The frameworks, each in files of its own that nothing else imports.
     "jax_ops": {"arrays", "compiler", "keys", "ops", "slots"},
     "torch": {"checks", "keys", "layer_stack", "torch_ops"},
-    "torch_ops": {"arrays", "keys", "layer_stack", "ops", "slots"},
+    "torch_ops": {"arrays", "formats", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function, or
