@@ -1,6 +1,7 @@
 """Times the kernels on a GPU against the fewest bytes they must move.
 
-    python benchmarks/bench.py decode [--dtypes float32,bfloat16,float16,int8,float8_e4m3fn]
+    python benchmarks/bench.py decode
+        [--dtypes float32,bfloat16,float16,int8,float8_e4m3fn,float16+fp8,float16+nvfp4]
         [--tokens 1,4] [--batches 1,2,4,8,16,32,64,128,256]
         [--shapes 64/8/64/128,64/64/64/128,128/1/128/256] [--window 16]
         [--acceptance geometric:0.7 | FILE.csv] [--cycle] [--pdl] [--algorithm auto]

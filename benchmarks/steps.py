@@ -94,12 +94,14 @@ class Ours:
         two_kernels = settings.algorithm == "two-kernel"
         self.replay = bound("monolith" if two_kernels else settings.algorithm)
         self.two_kernels = bound("two-kernel") if two_kernels else []
+        # Beside a copy: the float16 state alone.
+        scaled = bool(stack.state_scales) and not stack.state_copies
         self.plain: list[Callable[[], Any]] = [
             lambda layer=layer: ssm.selective_state_update(
                 stack.states[layer],
                 **inputs,
                 state_batch_indices=slots,
-                state_scale=stack.state_scales[layer] if stack.state_scales else None,
+                state_scale=stack.state_scales[layer] if scaled else None,
             )
             for layer in range(layers)
         ]

@@ -14,7 +14,7 @@
 //
 // A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
 // scratch, so a warp asks for them like for rows, and of B for old rows that are folded.
-#include "flush.cuh"
+#include "copied.cuh"
 #include "prepare.cuh"
 #include "requests.cuh"
 
@@ -36,9 +36,11 @@ struct Item {
   const unsigned char* state;
 };
 
-template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared>
+// What is read is a copy of the checkpoint where their types differ.
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 struct Worker {
   using Slab = SlabTile<State, kDstate>;
+  static constexpr bool kCopied = !convert::same<State, Checkpoint>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
   static constexpr int kStageBytes = kStageSlabs * Slab::kBytes;
 
@@ -103,10 +105,24 @@ struct Worker {
     return (params.head_dim / kRows + kStageSlabs - 1) / kStageSlabs;
   }
   __device__ __forceinline__ RowMap in_order() const { return {0, shape.old_rows}; }
-  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+  __device__ __forceinline__ Checkpoint* checkpoint_of(const Request& request,
+                                                       unsigned head) const {
     const unsigned slot = request.slot;
-    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
+    return static_cast<Checkpoint*>(params.state) + slot * params.state_slot_stride +
            head * params.state_head_stride;
+  }
+  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+    if constexpr (kCopied) {
+      const unsigned slot = request.slot;
+      return static_cast<State*>(params.state_copy) + slot * params.state_copy_slot_stride +
+             head * params.state_copy_head_stride;
+    } else {
+      return checkpoint_of(request, head);
+    }
+  }
+  __device__ __forceinline__ int64_t bytes_to_next_head() const {
+    const int64_t stride = kCopied ? params.state_copy_head_stride : params.state_head_stride;
+    return stride * static_cast<int>(sizeof(State));
   }
   __device__ __forceinline__ float* scale_of(const Request& request, unsigned head) const {
     const unsigned slot = request.slot;
@@ -182,6 +198,11 @@ struct Worker {
         ptx::cp_async4(ptx::to_smem(scales(parity) + p), from + p);
       }
     }
+    if constexpr (kCopied) {
+      if (of_item.window.flush) {
+        prefetch_checkpoint(checkpoint_of(of_item, head), 2 * params.head_dim * kDstate, lane);
+      }
+    }
   }
 
   // `from` is the lane's first byte of stage s of a head.
@@ -205,7 +226,7 @@ struct Worker {
     if (later >= 0) {
       if (left > 0) {
         if (later == 0) ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
-        from = item.state + params.state_head_stride * static_cast<int>(sizeof(State));
+        from = item.state + bytes_to_next_head();
       } else {
         if (later == 0) take_item(parity ^ 1, of_item.window.flush);
         from = next.state, any = next.heads > 0;
@@ -265,7 +286,7 @@ struct Worker {
             floats(params.at_outputs) + t * (shape.y_pitch() / 4) + 8 * spread_x.piece);
       }
       ++item.head;
-      item.state += params.state_head_stride * static_cast<int>(sizeof(State));
+      item.state += bytes_to_next_head();
       parity ^= 1;
       next_stage();
     }
@@ -289,7 +310,7 @@ struct Worker {
       __syncwarp();
     }
     prepare_C<kScaledC<State, Act>>(scales_of_C, group(), window.q, lane);
-    if (window.flush) prepare_B<State>(group(), in_order(), window, lane);
+    if (window.flush) prepare_B<Checkpoint>(group(), in_order(), window, lane);
     __syncwarp();
     if constexpr (!kPrepared) {
       put_weights_of_heads(weights(0), weight_shape, dt(0), item.heads, products, scales_of_C,
@@ -338,17 +359,25 @@ struct Worker {
     const FoldWeights fold_weights(of_head + weight_shape.fold(), lane);
     uint32_t rows[4];
     ptx::ldmatrix_x4_trans(rows, tile.old_x(in_order(), of_item.window, lane) + 2 * first_row);
-    const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
+    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, rows);
     const int row = first_row + lane.g;
-    State* to = state_of(of_item, ptx::opaque(item.head)) + row * kDstate +
-                lane.t * static_cast<int>(16 / sizeof(State));
-    Target<State, kDstate> target{params, to, nullptr};
-    if constexpr (convert::kScaled<State>) {
-      const float* decode = scales(parity) + row;
-      target.scale = scale_of(of_item, item.head) + row;
-      fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
+    Checkpoint* to = checkpoint_of(of_item, ptx::opaque(item.head)) + row * kDstate +
+                     lane.t * static_cast<int>(16 / sizeof(Checkpoint));
+    if constexpr (kCopied) {
+      auto* copy = reinterpret_cast<unsigned char*>(state_of(of_item, ptx::opaque(item.head)));
+      const BothTargets<State, kDstate> target{params, to, copy + first_row / kRows * Slab::kBytes,
+                                               scale_of(of_item, item.head) + row,
+                                               static_cast<unsigned>(of_item.slot)};
+      fold_copied_slab<State, Act, kDstate>(target, group().B(), fold, lane);
     } else {
-      fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
+      Target<State, kDstate> target{params, to, nullptr};
+      if constexpr (convert::kScaled<State>) {
+        const float* decode = scales(parity) + row;
+        target.scale = scale_of(of_item, item.head) + row;
+        fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
+      } else {
+        fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
+      }
     }
   }
 };
@@ -360,7 +389,7 @@ template <class State, int kTokenTiles>
 constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 
 // The block's items, list after list.
-template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared>
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
@@ -369,27 +398,28 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
     const int2 listed = list_requests(list, params, first);
     unsigned char* memory =
         ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
-    Worker<State, Act, kDstate, kTokenTiles, kPrepared>(params, list, listed, memory).run();
+    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint>(params, list, listed, memory)
+        .run();
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
   if (params.zero_padding) zero_padding(params);
 }
 
-template <class State, class Act, int kDstate, int kTokenTiles>
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  do_step<State, Act, kDstate, kTokenTiles, false>(params);
+  do_step<State, Act, kDstate, kTokenTiles, false, Checkpoint>(params);
 }
 
 // What was written before the precompute is complete when this starts; what it writes itself is
 // waited for by each warp.
-template <class State, class Act, int kDstate, int kTokenTiles>
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
 __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
     checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::fence_acq_rel_gpu();
   ptx::grid_dependency_launch();
-  do_step<State, Act, kDstate, kTokenTiles, true>(params);
+  do_step<State, Act, kDstate, kTokenTiles, true, Checkpoint>(params);
 }

@@ -3,14 +3,16 @@
 // (z); one warp per slab of 16 rows p, and two that prepare the weights meanwhile. The ring's rows
 // lie in shared memory by their places in the ring, so that nothing waits for the cursors but the
 // weights. Dead rows come along and are never used.
-#include "flush.cuh"
+#include "copied.cuh"
 #include "prepare.cuh"
 
 using namespace replay;
 
-template <class State, class Act, int kDstate, int kTokenTiles>
+// What is read is a copy of the checkpoint where their types differ.
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint>
 struct Head {
   using Slab = SlabTile<State, kDstate>;
+  static constexpr bool kCopied = !convert::same<State, Checkpoint>;
 
   const CheckpointingSsuParams& params;
   const Lane lane;
@@ -68,12 +70,19 @@ struct Head {
     return warp < slabs && first_row + warp * kRows < params.head_dim;
   }
   __device__ __forceinline__ int row_of_warp() const { return first_row + warp * kRows; }
-  __device__ __forceinline__ State* state_of_block(unsigned slot) const {
-    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
-           head * params.state_head_stride + first_row * kDstate;
+  __device__ __forceinline__ Checkpoint* checkpoint(const Request& request) const {
+    const unsigned slot = request.slot;
+    return static_cast<Checkpoint*>(params.state) + slot * params.state_slot_stride +
+           head * params.state_head_stride + row_of_warp() * kDstate;
   }
   __device__ __forceinline__ State* state(const Request& request) const {
-    return state_of_block(request.slot) + warp * kRows * kDstate;
+    if constexpr (kCopied) {
+      const unsigned slot = request.slot;
+      return static_cast<State*>(params.state_copy) + slot * params.state_copy_slot_stride +
+             head * params.state_copy_head_stride + row_of_warp() / kRows * Slab::kBytes;
+    } else {
+      return checkpoint(request);
+    }
   }
   __device__ __forceinline__ float* scale(const Request& request) const {
     const unsigned slot = request.slot;
@@ -94,8 +103,12 @@ struct Head {
     const int rows = params.ring_buffer_len, slab_rows = slabs * kRows;
     prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
     prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
-    prefetch_rows(state_of_block(slot), kDstate, min(slab_rows, params.head_dim - first_row),
-                  kDstate);
+    if constexpr (!kCopied) {
+      const State* state = static_cast<const State*>(params.state) +
+                           slot * params.state_slot_stride + head * params.state_head_stride +
+                           first_row * kDstate;
+      prefetch_rows(state, kDstate, min(slab_rows, params.head_dim - first_row), kDstate);
+    }
     prefetch_rows(x_ring<Act>(params, slot, head), params.x_cache_row_stride, rows,
                   params.head_dim);
     prefetch_rows(B_ring<Act>(params, slot, group), params.B_cache_row_stride, rows, kDstate);
@@ -157,7 +170,7 @@ struct Head {
     }
     __syncwarp();
     prepare_C<kScaledC<State, Act>>(scales_of_C(), group(), window.q, lane);
-    if (window.flush) prepare_B<State>(group(), map, window, lane);
+    if (window.flush) prepare_B<Checkpoint>(group(), map, window, lane);
   }
 
   __device__ __forceinline__ Decays find_decays(const Window& window, const RowMap& map,
@@ -185,15 +198,23 @@ struct Head {
     const FoldWeights fold_weights(weights() + weight_shape.fold(), lane);
     uint32_t rows[4];
     ptx::ldmatrix_x4_trans(rows, head_rows().old_x(map, request.window, lane) + 2 * row_of_warp());
-    const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
-    State* to = state(request) + lane.g * kDstate + lane.t * static_cast<int>(16 / sizeof(State));
-    Target<State, kDstate> target{params, to, nullptr};
-    if constexpr (convert::kScaled<State>) {
-      target.scale = scale(request) + lane.g;
-      fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
-                                            lane);
+    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, rows);
+    Checkpoint* to =
+        checkpoint(request) + lane.g * kDstate + lane.t * static_cast<int>(16 / sizeof(Checkpoint));
+    if constexpr (kCopied) {
+      const BothTargets<State, kDstate> target{
+          params, to, reinterpret_cast<unsigned char*>(state(request)), scale(request) + lane.g,
+          static_cast<unsigned>(request.slot)};
+      fold_copied_slab<State, Act, kDstate>(target, group().B(), fold, lane);
     } else {
-      fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
+      Target<State, kDstate> target{params, to, nullptr};
+      if constexpr (convert::kScaled<State>) {
+        target.scale = scale(request) + lane.g;
+        fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
+                                              lane);
+      } else {
+        fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
+      }
     }
   }
 
@@ -256,12 +277,12 @@ struct Head {
 template <int kDstate>
 constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 
-template <class State, class Act, int kDstate, int kTokenTiles>
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   const int row = blockIdx.x;
-  const Head<State, Act, kDstate, kTokenTiles> block(params, ptx::dynamic_smem(), blockIdx.y,
-                                                     blockIdx.z);
+  const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(params, ptx::dynamic_smem(),
+                                                                 blockIdx.y, blockIdx.z);
   if (ptx::kHasDependentLaunch && params.starts_early) block.prefetch(row);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -295,6 +316,11 @@ __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
   const Window& window = request.window;
   const RowMap map = {window.start, params.ring_buffer_len};
   const bool reads = block.has_slab();
+  if constexpr (!convert::same<State, Checkpoint>) {
+    if (reads && window.flush) {
+      prefetch_checkpoint(block.checkpoint(request), 2 * kRows * kDstate, lane);
+    }
+  }
   float acc[1][kTokenTiles][4] = {};
   Decays decays;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);

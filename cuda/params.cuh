@@ -18,7 +18,8 @@ enum IndexType : int { kInt32 = 0, kInt64 = 1 };
 
 struct CheckpointingSsuParams {
   void* state;                          // (num_slots, nheads, head_dim, dstate), written on flush
-  float* state_scale;                   // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* state_copy;                     // (num_slots, nheads, bytes...) read instead, or null
+  float* state_scale;                   // (num_slots, nheads, head_dim), of codes, or null
   void* x_cache;                        // (num_slots, nheads, ring_buffer_len, head_dim), appended
   void* B_cache;                        // (num_slots, ngroups, ring_buffer_len, dstate), appended
   float* dt_cache;                      // (num_slots, nheads, ring_buffer_len), appended
@@ -36,11 +37,12 @@ struct CheckpointingSsuParams {
   const int* cu_seqlens;                // (batch + 1,) or null: npredicted tokens in every row
   const unsigned char* force_flush;     // (batch,) or null: not 0 folds whatever is live
   const int64_t* rand_seed;             // (1,) or null: round to nearest
+  const int* events;                    // (num_slots,) of flushes, for their random bits, or null
   void* out;                            // (batch, npredicted, nheads, head_dim)
   float* cb_scaled;                     // (batch, nheads, words), scratch of two kernels, or null
   float* cumAdt_vec;                    // (batch, nheads, words), likewise
   float* cb_old;                        // (batch, nheads, words), likewise
-  int64_t state_slot_stride, state_head_stride;
+  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
@@ -55,7 +57,7 @@ struct CheckpointingSsuParams {
   int64_t z_batch_stride, z_token_stride, z_head_stride;
   int64_t dt_bias_stride;
   int64_t out_batch_stride, out_token_stride, out_head_stride;
-  int64_t slots_stride, force_flush_stride;
+  int64_t slots_stride, force_flush_stride, events_stride;
   int64_t pad_slot_id;
   int64_t inverse_items_of_sequence, inverse_items_of_group;  // as `divide` takes them
   int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
@@ -129,6 +131,37 @@ struct AdvanceRingParams {
   int num_accepted_type, query_lens_type, slots_type;  // IndexType
 };
 
+struct BeginStepParams {
+  int* positions;                 // (num_slots, words), moved on
+  const void* slots;              // (batch,) or null: slot = batch row
+  const void* num_accepted;       // (batch,) of the window before, or null: all of it
+  const int* cu_seqlens;          // (batch + 1,) or null: npredicted tokens in every row
+  int* ring_start;                // (num_slots,), written
+  int* prev_num_accepted_tokens;  // (num_slots,), written
+  int* events;                    // (num_slots,), written
+  int64_t* rand_seed;             // (1,), written
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, num_accepted_stride;
+  int64_t pad_slot_id, seed;
+  int num_slots, batch, npredicted, max_window, ring_buffer_len, words;
+  int slots_type, num_accepted_type;  // IndexType
+};
+
+constexpr int kRings = 3;  // x, B and dt
+
+// Words have four bytes; strides count them.
+struct ClearRingsParams {
+  void* rings[kRings];  // each (num_slots, heads, words_of_head), zeroed
+  int64_t ring_slot_strides[kRings];
+  int64_t ring_head_strides[kRings];
+  int* positions;     // (num_slots, words), zeroed
+  const void* slots;  // (batch,) or null: slot = batch row
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, pad_slot_id;
+  int heads[kRings];
+  int words_of_head[kRings];
+  int num_slots, batch, words;
+  int slots_type;  // IndexType
+};
+
 // States of up to this many layers are reset by one launch; the table travels with the launch.
 constexpr int kMaxResetLayers = 128;
 
@@ -150,16 +183,19 @@ struct ResetSlotsParams {
 
 struct LoadStateParams {
   void* state;         // (num_slots, nheads, head_dim, dstate), the slots written
-  float* state_scale;  // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* state_copy;    // (num_slots, nheads, bytes...), the slots written, or null
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
   const void* source;  // (batch, nheads, head_dim, dstate)
   const void* slots;   // (batch,) or null: slot = batch row
-  int64_t state_slot_stride, state_head_stride;
+  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t source_batch_stride, source_head_stride;
   int64_t slots_stride;
   int64_t pad_slot_id;
+  int64_t seed;  // of the random bits
   int num_slots, batch, nheads, head_dim, dstate;
-  int slots_type;  // IndexType
+  int slots_type;     // IndexType
+  int philox_rounds;  // of a state with a copy; 0 rounds to nearest
 };
 
 // Tables of addresses and strides hold one entry per layer; inside a slot all layers lie alike.
@@ -175,13 +211,15 @@ struct MaterializeParams {
   const int64_t* A_ptrs;                    // (layers,), of (nheads,)
   const int64_t* state_scale_ptrs;          // (layers,), of (num_slots, nheads, head_dim), or 0
   const int64_t* state_scale_slot_strides;  // (layers,)
+  const int64_t* state_copy_ptrs;           // (layers,), of (num_slots, nheads, bytes...), or null
+  const int64_t* state_copy_slot_strides;   // (layers,), or null
   const void* src_slots;                    // (layers, batch)
   const void* dst_slots;                    // (layers, batch)
   const int* ring_start;                    // (batch,)
   const int* replay_prefix_len;             // (batch,), negative: nothing to do
   const int* active_request_indices;        // (batch,), up to a negative one, or null: all
   const int64_t* rand_seed;                 // (1,) or null: round to nearest
-  int64_t state_head_stride, state_scale_head_stride;
+  int64_t state_head_stride, state_scale_head_stride, state_copy_head_stride;
   int64_t x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_group_stride, B_cache_row_stride;
   int64_t dt_cache_head_stride, dt_cache_row_stride;
@@ -220,12 +258,12 @@ struct PlanMaterializeParams {
   int move_cursors;  // 1: those of the destinations
 };
 
-// The arrays of a slot: state, scale, x, B and dt rings. Each is a number of blocks (heads, groups)
-// of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
-constexpr int kSlotArrays = 5;
+// The arrays of a slot: state, copy, scale, x, B and dt rings. Each is a number of blocks (heads,
+// groups) of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
+constexpr int kSlotArrays = 6;
 
 struct CopySlotsParams {
-  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where there is no scale
+  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where an array is not there
   const int64_t* slot_strides[kSlotArrays];  // (layers,), in elements
   int64_t block_strides[kSlotArrays];
   int64_t row_strides[kSlotArrays];
@@ -316,6 +354,7 @@ struct CheckMaterializeParams {
   const int64_t* dt_cache_ptrs;         // (layers,)
   const int64_t* A_ptrs;                // (layers,)
   const int64_t* state_scale_ptrs;      // (layers,)
+  const int64_t* state_copy_ptrs;       // (layers,) or null
   const void* src_slots;                // (layers, batch)
   const void* dst_slots;                // (layers, batch)
   const int* ring_start;                // (batch,)
@@ -329,6 +368,7 @@ struct CheckMaterializeParams {
   int64_t pad_slot_id, num_slots;
   int layers, batch, max_window, ring_buffer_len;
   int src_slots_type, dst_slots_type;  // IndexType
-  int scaled;                          // 1: an 8-bit state, which has scales
+  int scaled;                          // 1: codes, which have scales
+  int copied;                          // 1: a state that has a copy
   int bytes_of_A;                      // of an element
 };

@@ -217,6 +217,28 @@ __device__ __forceinline__ void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, 
       "=r"(high) : "r"(codes));
 }
 
+// Eight floats as e2m1 codes: to nearest, at most 6. On some targets only, so ask `kHasE2m1Cvt`
+// first.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+constexpr bool kHasE2m1Cvt = true;
+#define PTX_CVT_E2M1(...) asm(__VA_ARGS__)
+#else
+constexpr bool kHasE2m1Cvt = false;
+#define PTX_CVT_E2M1(...) r = 0
+#endif
+
+// Byte i holds code i below and code i + 4 above.
+__device__ __forceinline__ unsigned cvt_e2m1x2(const float (&v)[8]) {
+  unsigned r;
+  PTX_CVT_E2M1(
+      "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %5, %1; "
+      "cvt.rn.satfinite.e2m1x2.f32 b, %6, %2; cvt.rn.satfinite.e2m1x2.f32 c, %7, %3; "
+      "cvt.rn.satfinite.e2m1x2.f32 d, %8, %4; mov.b32 %0, {a, b, c, d}; }" : "=r"(r) : "f"(v[0]),
+      "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return r;
+}
+
 // Stochastic rounding in hardware: sm_100a and sm_103a only, so ask `kHasStochasticCvt` first.
 // `bits` holds a random field for each value: 13 or 16 bits of its half, or see e4m3x4.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)

@@ -24,6 +24,12 @@ struct Lane {
   __device__ int transposed_column() const { return (index & 8) * 2; }
 };
 
+// Columns of a row of state that a lane reads at once: 16 bytes, or its share of a short row.
+template <class State, int kDstate>
+constexpr int kPieceOf = 16 / sizeof(State);
+template <int kDstate>
+constexpr int kPieceOf<e2m1, kDstate> = kDstate < 128 ? kDstate / 4 : 32;
+
 // How a state type and dstate fall into pieces and chunks. A chunk is what a lane keeps in
 // registers.
 template <class State, int kDstate>

@@ -243,7 +243,7 @@ __device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDst
 // C of the new tokens as the B operand of the read-out, columns in the order of the state's pieces.
 template <class State, class Act, int kDstate, int kTokenTiles>
 struct Readers {
-  static constexpr int kPiece = 16 / sizeof(State), kPairs = kDstate / 8;
+  static constexpr int kPiece = kPieceOf<State, kDstate>, kPairs = kDstate / 8;
   uint32_t C[kTokenTiles][kPairs];
 
   __device__ __forceinline__ void load(const GroupTile<Act, kDstate>& rows, const Window& window,

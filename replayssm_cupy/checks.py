@@ -12,7 +12,6 @@ from typing import Any
 
 from . import compiler
 from .arrays import Device, View, contiguous_from, itemsize, require_inplace, view
-from .keys import SCALED_DTYPES
 
 ALIGNMENT = 16  # bytes of a vector load
 INPLACE_HINT = "an array that owns its memory, such as cupy.array(...) or torch.clone(...)"
@@ -196,18 +195,6 @@ def first_seed(stochastic: bool | int, state_dtype: str) -> int | None:
             "stochastic_rounding: expected False with a float32 state, which is not rounded"
         )
     return 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
-
-
-def check_scale(state: View, scale: View | None, letters: Letters) -> None:
-    """An 8-bit state has decode scales (num_slots, nheads, head_dim) float32, any other none."""
-    if (scale is not None) != (state.dtype in SCALED_DTYPES):
-        expected = "None" if scale is not None else "an array of float32 scales"
-        got = "None" if scale is None else "an array"
-        name = state.name.replace("state", "state_scale", 1)
-        raise ValueError(f"{name}: expected {expected} with states of {state.dtype}, got {got}")
-    if scale is not None:
-        check_dtype(scale, ("float32",))
-        letters.bind(scale, ("num_slots", "nheads", "head_dim"))
 
 
 def check_seed(seed: View | None) -> None:

@@ -26,7 +26,8 @@ from .checked import check_step
 from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
 from .folds import check_and_stamp_on_host
-from .keys import SelectiveStateUpdateKey
+from .formats import format_of
+from .keys import SLAB, SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -35,18 +36,24 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, Schedule, Step, processor, schedule
+from .schedule import Schedule, Step, processor, schedule
 from .scratch import SCRATCH, words_of
 
 _plans: dict[object, Plan] = {}
 
 
 def decode(
-    views: Views, out: Any, options: Options, seen: Seen | None = None, folds: View | None = None
+    views: Views,
+    out: Any,
+    options: Options,
+    seen: Seen | None = None,
+    folds: View | None = None,
+    before: Callable[[], list[Plan]] = list,
 ) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update.
 
-    `folds` are the stamps of a stack's layer, for checked mode.
+    `folds` are the stamps of a stack's layer, for checked mode. `before` does what must come ahead
+    of the step once that has passed its checks; it returns what it launched.
     """
     x = views["x"]
     assert x is not None
@@ -56,14 +63,18 @@ def decode(
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
         plan = plan_of(views, options)
+        earlier: list[Plan] = []
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options, folds)
+            earlier = before()
             _launch(plan, views)
         if seen is not None and not options.check:
-            seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
+            vectors = vectors_of("x_cache" in views)
+            seen.add(pointing_to(plan, views), views, vectors, earlier)
     else:
         canonical, window = check_decode(views, options)
+        before()
         _run_on_host(canonical, options, window, folds)
     return to_framework(out, x) if fresh else out
 
@@ -137,7 +148,7 @@ def pointing_to(plan: Plan, views: Views) -> Plan:
     plan = plan.copy()
     for name, kind, *_ in plan.record._fields_:
         if kind is ctypes.c_void_p:
-            array = views[name]
+            array = views.get(name)
             setattr(plan.record, name, array.ptr if array is not None else None)
     return plan
 
@@ -176,7 +187,9 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
         max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),
     )  # fmt: skip
-    launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
+    launch = schedule(
+        format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
+    )
     for field, value in launch.fields.items():
         setattr(record, field, value)
     return _plan_of_launch(launch, record, x.device, options.enable_pdl)
@@ -216,6 +229,7 @@ def _fill(record: Any, v: Views, options: Options) -> None:
 
 _STRIDES = {
     "state": ("slot", "head"),
+    "state_copy": ("slot", "head"),
     "state_scale": ("slot", "head"),
     "x_cache": ("slot", "head", "row"),
     "B_cache": ("slot", "group", "row"),
@@ -233,6 +247,7 @@ _STRIDES = {
     "out": ("batch", "token", "head"),
     "slots": ("",),
     "force_flush": ("",),
+    "events": ("",),
 }
 
 
@@ -257,6 +272,8 @@ def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None
         arrays.pop("rand_seed"),
         options.philox_rounds,
         options.layer,
+        arrays.pop("state_copy", None),
+        arrays.pop("events", None),
     )
     arrays.update(
         dt_softplus=options.dt_softplus,

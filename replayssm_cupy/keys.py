@@ -13,6 +13,10 @@ from typing import ClassVar
 
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16", "float16", *SCALED_DTYPES)
+# A state in float16 that steps read a smaller copy of: the dtype of the copy's array.
+COPY_DTYPES = {"float16+fp8": "float8_e4m3fn", "float16+nvfp4": "uint8"}
+STATE_FORMATS = (*STATE_DTYPES, *COPY_DTYPES)
+SCALED_FORMATS = (*SCALED_DTYPES, *COPY_DTYPES)  # with a float32 scale for each row
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 PLAIN_ACTIVATION_DTYPES = ("float32", "bfloat16", "float16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +32,32 @@ _CPP = {
     "float16": "fp16",
     "int8": "int8",
     "float8_e4m3fn": "e4m3",
+    "float16+fp8": "e4m3",
+    "float16+nvfp4": "e2m1",
 }
+# Of a number that a step reads, block scales included.
+_BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "float8_e4m3fn": 8,
+    "float16+fp8": 8,
+    "float16+nvfp4": 4.5,
+}
+SLAB = 16  # rows p of a head in one tile of state
+
+
+def _written(state_format: str, others: str) -> str:
+    """Template arguments of a kernel that writes states: the state's type, then a copy's."""
+    if state_format in COPY_DTYPES:
+        return f"fp16, {others}, {_CPP[state_format]}"
+    return f"{_CPP[state_format]}, {others}"
+
+
+def bytes_of_slab(state_format: str, dstate: int) -> int:
+    """Of 16 rows of state as a step reads them, without the scales of the rows."""
+    return int(SLAB * dstate * _BITS[state_format] / 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +74,8 @@ class CheckpointingSsuKey:
     @property
     def name_expression(self) -> str:
         types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}>"
+        checkpoint = ", fp16" if self.state_dtype in COPY_DTYPES else ""
+        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}{checkpoint}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +114,7 @@ class PrecomputeKey:
 
 def precompute_key(key: CheckpointingSsuKey) -> PrecomputeKey:
     """Of the kernel that makes the weights for this one."""
-    half = key.state_dtype in ("float16", *SCALED_DTYPES)
+    half = key.state_dtype in ("float16", *SCALED_FORMATS)
     scaled = half and key.activation_dtype == "bfloat16"
     return PrecomputeKey(scaled, key.activation_dtype, key.dstate, key.token_tiles)
 
@@ -99,7 +129,7 @@ def replay_keys(
     """
     tiles = max(1, -(-tokens // TOKENS_PER_TILE))
     case = state_dtype, activation_dtype, dstate, tiles
-    streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
+    streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_FORMATS)
     small = SmallCheckpointingSsuKey(*case)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
 
@@ -138,6 +168,22 @@ class AdvanceRingKey:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginStepKey:
+    """Cursors from positions, before a step; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "begin_step"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRingsKey:
+    """Zero rings and positions; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "clear_rings"
+
+
+@dataclass(frozen=True, slots=True)
 class ResetSlotsKey:
     """Zero states and cursors; nothing is fixed at compile time."""
 
@@ -155,7 +201,7 @@ class LoadStateKey:
 
     @property
     def name_expression(self) -> str:
-        return f"load_state<{_CPP[self.state_dtype]}, {_CPP[self.source_dtype]}>"
+        return f"load_state<{_written(self.state_dtype, _CPP[self.source_dtype])}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +239,8 @@ class MaterializeKey:
 
     @property
     def name_expression(self) -> str:
-        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"materialize<{types}, {self.dstate}>"
+        types = _written(self.state_dtype, f"{_CPP[self.activation_dtype]}, {self.dstate}")
+        return f"materialize<{types}>"
 
     @property
     def resident_blocks(self) -> int:
@@ -232,6 +278,8 @@ Key = (
     | PrecomputeKey
     | SelectiveStateUpdateKey
     | AdvanceRingKey
+    | BeginStepKey
+    | ClearRingsKey
     | ResetSlotsKey
     | LoadStateKey
     | CheckStepKey
@@ -248,7 +296,7 @@ def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
     tokens = range(1, MAX_TOKENS + 1, TOKENS_PER_TILE)
     firsts: dict[PrecomputeKey, None] = {}
-    for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tokens):
+    for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, tokens):
         yield from replay_keys(*case)
         if second := two_kernel_key(*case):
             yield second
@@ -257,13 +305,15 @@ def every_key() -> Iterator[Key]:
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()
+    yield BeginStepKey()
+    yield ClearRingsKey()
     yield ResetSlotsKey()
     yield CheckStepKey()
     yield StampFoldsKey()
     yield ForgetFoldsKey()
-    for types in itertools.product(STATE_DTYPES, FLOAT_DTYPES):
+    for types in itertools.product(STATE_FORMATS, FLOAT_DTYPES):
         yield LoadStateKey(*types)
-    for snapshot in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES):
+    for snapshot in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES):
         yield MaterializeKey(*snapshot)
     yield PlanMaterializeKey()
     yield CheckMaterializeKey()

@@ -60,6 +60,7 @@ def checkpointing_ssu(
     force_flush: Any = None,
     pad_output: str = "zero",
     check: bool | str = False,
+    state_copy: Any = None,
 ) -> Any:
     """One ReplaySSM decode step: outputs from checkpoint, ring and new tokens.
 
@@ -135,6 +136,10 @@ def checkpointing_ssu(
     check : True looks at cursors, slots and cu_seqlens first, with a kernel of its own and a wait
         for it; "finite" at the live ring rows too. The environment variable REPLAYSSM_CHECK=1 (or
         =finite) does so everywhere. Not inside a CUDA-graph capture.
+    state_copy : beside a float16 state, the copy of it that outputs are read from, with
+        `state_scale`; made anew at every flush, from the state before it is rounded. e4m3 codes
+        (num_slots, nheads, head_dim, dstate) float8_e4m3fn, or e2m1 codes and their block scales
+        (num_slots, nheads, head_dim // 16, 9 * dstate) uint8; :func:`load_state` makes it first.
 
     Returns
     -------
@@ -164,20 +169,19 @@ def checkpointing_ssu(
         numbers, (*map(type, numbers),), dt_softplus, pad_output, enable_pdl, algorithm,
         D is None, z is None, dt_bias is None, state_batch_indices is None, state_scale is None,
         rand_seed is None, cu_seqlens is None, force_flush is None, cb_scaled is None,
-        cumAdt_vec is None, cb_old is None, out is None,
+        cumAdt_vec is None, cb_old is None, state_copy is None, out is None,
     )  # fmt: skip
     given = (
-        state, state_scale, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt,
-        A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens, force_flush, rand_seed, cb_scaled,
-        cumAdt_vec, cb_old, out,
+        state, state_copy, state_scale, x_cache, B_cache, dt_cache, ring_start,
+        prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens,
+        force_flush, rand_seed, cb_scaled, cumAdt_vec, cb_old, out,
     )  # fmt: skip
     if check is False and not everywhere():
         repeated = _calls.repeat(key, given, x)
         if repeated is not None:
             return repeated[1]
     arrays = dict(zip(_SSU_ARRAYS, given, strict=False))
-    optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
-    views = _views(arrays, optional)
+    views = _views(arrays, _SSU_OPTIONAL)
     check_hints(d_split, precompute_heads_per_cta)
     options = Options(
         bool(dt_softplus),
@@ -254,10 +258,14 @@ _calls, _plain_calls = SeenCalls(), SeenCalls()
 _TOKENS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "slots")
 _RINGS = ("x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens")
 _SSU_ARRAYS = (
-    "state", "state_scale", *_RINGS, *_TOKENS, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH
+    "state", "state_copy", "state_scale", *_RINGS, *_TOKENS, "cu_seqlens", "force_flush",
+    "rand_seed", *SCRATCH,
 )  # fmt: skip
 _UPDATE_ARRAYS = ("state", "state_scale", *_TOKENS, "rand_seed")
 _OPTIONAL = ("D", "z", "dt_bias", "slots")
+_SSU_OPTIONAL = (
+    "state_copy", "state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH
+)  # fmt: skip
 
 
 def _views(arrays: dict[str, Any], optional: Sequence[str]) -> Views:

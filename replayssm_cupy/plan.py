@@ -19,7 +19,8 @@ from .keys import Key
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
-SLOT_ARRAYS = 5  # state, scale, x, B and dt rings
+SLOT_ARRAYS = 6  # state, copy, scale, x, B and dt rings
+RINGS = 3  # x, B and dt
 MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
@@ -45,20 +46,20 @@ class CheckpointingSsuParams(ctypes.Structure):
     _fields_ = [
         *_fields(
             ctypes.c_void_p,
-            """state state_scale x_cache B_cache dt_cache ring_start prev_num_accepted_tokens
-            x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed out
-            cb_scaled cumAdt_vec cb_old""",
+            """state state_copy state_scale x_cache B_cache dt_cache ring_start
+            prev_num_accepted_tokens x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed
+            events out cb_scaled cumAdt_vec cb_old""",
         ),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride
+            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
             state_scale_slot_stride state_scale_head_stride
             x_cache_slot_stride x_cache_head_stride x_cache_row_stride
             B_cache_slot_stride B_cache_group_stride B_cache_row_stride
             dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
             ring_start_stride prev_num_accepted_tokens_stride"""
             + _TOKEN_STRIDES
-            + """ force_flush_stride pad_slot_id
+            + """ force_flush_stride events_stride pad_slot_id
             inverse_items_of_sequence inverse_items_of_group""",
         ),
         *_fields(
@@ -108,6 +109,46 @@ class AdvanceRingParams(ctypes.Structure):
     ]
 
 
+class BeginStepParams(ctypes.Structure):
+    """Positions, what follows from them, strides in elements and counts of ``begin_step``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """positions slots num_accepted cu_seqlens ring_start prev_num_accepted_tokens events
+            rand_seed""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """positions_slot_stride positions_word_stride slots_stride num_accepted_stride
+            pad_slot_id seed""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch npredicted max_window ring_buffer_len words
+            slots_type num_accepted_type""",
+        ),
+    ]
+
+
+class ClearRingsParams(ctypes.Structure):
+    """Rings, positions, strides in words of four bytes and counts of ``clear_rings``."""
+
+    _fields_ = [
+        ("rings", ctypes.c_void_p * RINGS),
+        ("ring_slot_strides", ctypes.c_int64 * RINGS),
+        ("ring_head_strides", ctypes.c_int64 * RINGS),
+        *_fields(ctypes.c_void_p, "positions slots"),
+        *_fields(
+            ctypes.c_int64,
+            "positions_slot_stride positions_word_stride slots_stride pad_slot_id",
+        ),
+        ("heads", ctypes.c_int32 * RINGS),
+        ("words_of_head", ctypes.c_int32 * RINGS),
+        *_fields(ctypes.c_int32, "num_slots batch words slots_type"),
+    ]
+
+
 class ResetSlotsParams(ctypes.Structure):
     """The table of states, the cursors and the counts of ``reset_slots``."""
 
@@ -131,14 +172,14 @@ class LoadStateParams(ctypes.Structure):
     """Pointers, strides in elements and counts of ``load_state``."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "state state_scale source slots"),
+        *_fields(ctypes.c_void_p, "state state_copy state_scale source slots"),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride state_scale_slot_stride
-            state_scale_head_stride source_batch_stride source_head_stride
-            slots_stride pad_slot_id""",
+            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
+            state_scale_slot_stride state_scale_head_stride source_batch_stride source_head_stride
+            slots_stride pad_slot_id seed""",
         ),
-        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type"),
+        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type philox_rounds"),
     ]
 
 
@@ -150,16 +191,16 @@ class MaterializeParams(ctypes.Structure):
             ctypes.c_void_p,
             """state_ptrs state_slot_strides x_cache_ptrs x_cache_slot_strides B_cache_ptrs
             B_cache_slot_strides dt_cache_ptrs dt_cache_slot_strides A_ptrs state_scale_ptrs
-            state_scale_slot_strides src_slots dst_slots ring_start replay_prefix_len
-            active_request_indices rand_seed""",
+            state_scale_slot_strides state_copy_ptrs state_copy_slot_strides src_slots dst_slots
+            ring_start replay_prefix_len active_request_indices rand_seed""",
         ),
         *_fields(
             ctypes.c_int64,
-            """state_head_stride state_scale_head_stride x_cache_head_stride x_cache_row_stride
-            B_cache_group_stride B_cache_row_stride dt_cache_head_stride dt_cache_row_stride
-            A_stride src_slots_layer_stride src_slots_batch_stride dst_slots_layer_stride
-            dst_slots_batch_stride ring_start_stride replay_prefix_len_stride
-            active_request_indices_stride pad_slot_id num_slots""",
+            """state_head_stride state_scale_head_stride state_copy_head_stride
+            x_cache_head_stride x_cache_row_stride B_cache_group_stride B_cache_row_stride
+            dt_cache_head_stride dt_cache_row_stride A_stride src_slots_layer_stride
+            src_slots_batch_stride dst_slots_layer_stride dst_slots_batch_stride ring_start_stride
+            replay_prefix_len_stride active_request_indices_stride pad_slot_id num_slots""",
         ),
         *_fields(
             ctypes.c_int32,
@@ -260,7 +301,7 @@ class CheckMaterializeParams(ctypes.Structure):
         *_fields(
             ctypes.c_void_p,
             """report state_ptrs x_cache_ptrs B_cache_ptrs dt_cache_ptrs A_ptrs state_scale_ptrs
-            src_slots dst_slots ring_start replay_prefix_len active_request_indices
+            state_copy_ptrs src_slots dst_slots ring_start replay_prefix_len active_request_indices
             prev_num_accepted_tokens""",
         ),
         *_fields(
@@ -272,7 +313,7 @@ class CheckMaterializeParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             """layers batch max_window ring_buffer_len src_slots_type dst_slots_type scaled
-            bytes_of_A""",
+            copied bytes_of_A""",
         ),
     ]
 

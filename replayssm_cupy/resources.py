@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from .compiler import STOCHASTIC_CVT, TARGETS, Resources, by_source, compile_cubin
-from .keys import CheckpointingSsuKey, Key, PrecomputeKey, SelectiveStateUpdateKey, every_key
-from .schedule import SLAB, typical
+from .keys import SLAB, CheckpointingSsuKey, Key, PrecomputeKey, SelectiveStateUpdateKey, every_key
+from .schedule import typical
 
 WARP = 32
 

@@ -11,27 +11,28 @@ from dataclasses import dataclass, replace
 from .arrays import Device, itemsize
 from .compiler import import_cupy
 from .keys import (
-    SCALED_DTYPES,
+    SCALED_FORMATS,
+    SLAB,
     TOKENS_PER_TILE,
     CheckpointingSsuKey,
     PrecomputeKey,
     PreparedCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
+    bytes_of_slab,
     precompute_key,
     replay_keys,
     two_kernel_key,
 )
 
-SLAB = 16  # rows p of a head in one tile of state
 SCRATCH_WORDS = ("cb_scaled_words", "cumAdt_vec_words", "cb_old_words")  # of the record
 STAGES = 2  # of slabs, on their way or in use
 LIST_HEADER, ENTRY = 272, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 MOST_LISTED = 512  # sequences that a block works on at a time
 PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
-# algorithm="auto" takes two kernels from this many heads a multiprocessor on, by bytes of a state's
-# element and tiles of tokens; where there is no bound, one.
-TWO_KERNEL_HEADS: dict[tuple[int, int], float] = {}
+# algorithm="auto" takes two kernels from this many heads a multiprocessor on, by the state's format
+# and tiles of tokens; where there is no bound, one, which was faster wherever it was measured.
+TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +140,27 @@ def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processo
     needed = SLAB * step.tokens, _round_up(step.tokens, 4), SLAB * step.tokens + SLAB + 4
     if any(words < need for words, need in zip(step.scratch, needed, strict=True)):
         return False
-    least = TWO_KERNEL_HEADS.get((itemsize(key.state_dtype), key.token_tiles))
+    least = TWO_KERNEL_HEADS.get((key.state_dtype, key.token_tiles))
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
     return step.algorithm == "two-kernel" or (least is not None and heads >= least)
 
 
-def slabs_of_stage(bytes_of_row: int) -> int:
+def slabs_of_stage(key: CheckpointingSsuKey) -> int:
     """kSlabsOfStage."""
-    return 2 if bytes_of_row <= 128 else 1
+    return 2 if bytes_of_slab(key.state_dtype, key.dstate) <= 128 * SLAB else 1
 
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if itemsize(key.state_dtype) == 2 and key.token_tiles == 1 else 8
+    return 12 if key.state_dtype in ("bfloat16", "float16") and key.token_tiles == 1 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     """That a warp takes at once."""
     heads_of_warp = step.batch * step.nheads / (on.count * 8)
-    if key.state_dtype == "float32" or heads_of_warp < 4:
+    if key.state_dtype == "float32" or heads_of_warp < 3:
         return 1
-    return 4 if key.state_dtype in SCALED_DTYPES and heads_of_warp >= 6 else 2
+    return 4 if key.state_dtype in SCALED_FORMATS and heads_of_warp >= 6 else 2
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
@@ -169,10 +170,10 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """
     items = -(-step.heads_per_group // most_heads(key, step, on))
     heads = -(-step.heads_per_group // items)
-    row = key.dstate * itemsize(key.state_dtype)
+    slab = bytes_of_slab(key.state_dtype, key.dstate)
     share = _share(
         key, step, step.max_window,
-        state_bytes=STAGES * slabs_of_stage(row) * SLAB * row,
+        state_bytes=STAGES * slabs_of_stage(key) * slab,
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
@@ -225,7 +226,7 @@ def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     def share_of(slabs: int) -> dict[str, int]:
         return _share(
             key, step, step.ring_buffer_len,
-            state_bytes=slabs * SLAB * key.dstate * itemsize(key.state_dtype),
+            state_bytes=slabs * bytes_of_slab(key.state_dtype, key.dstate),
             head_tiles=1,
             heads=1,
             dt_rows=step.ring_buffer_len + step.tokens,
@@ -277,7 +278,7 @@ def _share(
         "at_outputs": max(tokens * (2 * x_pitch - 16), products + 4 * tokens),
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * _weights(tokens),
-        "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
+        "at_scales": 4 * scales if key.state_dtype in SCALED_FORMATS else 0,
         "at_cursors": 8,
     }
     share, end = {}, 0

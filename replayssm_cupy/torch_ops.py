@@ -35,7 +35,8 @@ import torch
 
 from . import ops
 from .arrays import dtype_name
-from .keys import SCALED_DTYPES
+from .formats import arrays_of, copy_shape, format_name
+from .keys import SCALED_FORMATS
 from .layer_stack import LayerStack
 from .slots import advance_ring
 
@@ -62,10 +63,9 @@ def layer_stack(
     `device` is a torch device or its name, torch's default device if None. States start as zeros,
     the cursors as 0, scales as 1.
     """
-    states_of, tokens_of = (
-        getattr(torch, dtype_name(dtype, name))
-        for dtype, name in ((state_dtype, "state_dtype"), (activation_dtype, "activation_dtype"))
-    )
+    state_format = format_name(state_dtype, "state_dtype")
+    states_of, copies_of = arrays_of(state_format)
+    tokens_of = getattr(torch, dtype_name(activation_dtype, "activation_dtype"))
     rows = max_window + npredicted
     layers = range(num_layers)
 
@@ -75,10 +75,14 @@ def layer_stack(
     def empty(shape: tuple[int, ...], dtype: Any) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    scaled = dtype_name(state_dtype) in SCALED_DTYPES
+    copies: list[Tensor] = []
+    if copies_of is not None:
+        inner = num_slots, nheads, *copy_shape(state_format, head_dim, dstate)
+        copies = [zeros(inner, getattr(torch, copies_of)) for _ in layers]
+    scaled = state_format in SCALED_FORMATS
     scales = [zeros((num_slots, nheads, head_dim), torch.float32) + 1 for _ in layers if scaled]
     return LayerStack.from_arrays(
-        [zeros((num_slots, nheads, head_dim, dstate), states_of) for _ in layers],
+        [zeros((num_slots, nheads, head_dim, dstate), getattr(torch, states_of)) for _ in layers],
         [empty((num_slots, nheads, rows, head_dim), tokens_of) for _ in layers],
         [empty((num_slots, ngroups, rows, dstate), tokens_of) for _ in layers],
         [empty((num_slots, nheads, rows), torch.float32) for _ in layers],
@@ -87,6 +91,7 @@ def layer_stack(
         npredicted=npredicted,
         max_window=max_window,
         state_scales=scales,
+        state_copies=copies,
         stochastic_rounding=stochastic_rounding,
     )
 

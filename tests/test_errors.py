@@ -902,7 +902,8 @@ GOOD_STACK: dict[str, Any] = {
         ({"npredicted": 5, "max_window": 4}, ValueError,
          "npredicted: expected 1 to max_window = 4, got 5"),
         ({"state_dtype": "int32"}, TypeError,
-         "state_dtype: expected one of float32, bfloat16, float16, int8, float8_e4m3fn, got int32"),
+         "state_dtype: expected one of float32, bfloat16, float16, int8, float8_e4m3fn, "
+         r"float16\+fp8, float16\+nvfp4, got int32"),
         ({"philox_rounds": 0}, ValueError, "philox_rounds: expected 1 to 10, got 0"),
         ({"philox_rounds": 11}, ValueError, "philox_rounds: expected 1 to 10, got 11"),
         ({"philox_rounds": "7"}, TypeError, "philox_rounds: expected an int, got str"),

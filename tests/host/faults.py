@@ -27,6 +27,7 @@ SUITE = (
     "tests/test_stochastic.py",
     "tests/test_varlen.py",
     "tests/test_eight_bit.py",
+    "tests/test_copied.py",
     "tests/test_checked.py",
     "tests/host/test_histories.py",
 )
@@ -37,7 +38,11 @@ TWO_KERNEL_FILES = ("precompute.cu", "prepare.cuh")
 
 # The kernels of whole slots and the checks have tests of their own.
 SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+POSITION_SUITE = ("tests/test_vllm_cache.py",)
 SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "check.cu")
+# States with a read copy have tests of their own, too.
+COPY_SUITE = ("tests/test_copied.py", "tests/test_conversions.py")
+COPY_FILES = ("copied.cuh", "read_copy.cuh")
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,56 @@ EDITS = {
         ("offset of the random bits in 32 bits", "static_cast<uint32_t>(offset >> 32)", "0u"),
         ("random field not masked to 13 bits", "field & 0x1fffu", "field"),
         ("codes share their random half", "(a.y, reversed >> 16)", "(a.y, word & 0xffffu)"),
+        ("magnitude of an upper e2m1 code", "codes >> 3 & 0x0e0e0e0eu", "codes >> 2 & 0x0e0e0e0eu"),
+        ("sign of an e2m1 code lost", " | (bits >> 28 & 8u)", ""),
+        ("e2m1 codes below 1 too coarse", "& 0x7f800000u, 0x3f800000u);", "& 0x7f800000u, 0u);"),
+        ("block scale for another largest code", "1.0f / 6.0f", "1.0f / 7.0f"),
+    ],
+    "positions.cu": [
+        ("position: not moved on", "position[0] = committed + 1;", ""),
+        ("position: all of a window kept", "min(max(accepted, 0), pending);", "pending;"),
+        ("position: rows of a flush still live", "replay::flushes(live, q, W) ? 0 : live", "live"),
+        ("position: the first row of the ring", "(committed - live) % L;", "0;"),
+        (
+            "position: flushes with one number",
+            "params.events[slot] = committed;",
+            "params.events[slot] = 1;",
+        ),
+        (
+            "position: seed not written",
+            "*params.rand_seed = params.seed;",
+            "*params.rand_seed = 0;",
+        ),
+        ("position: cleared halfway", "threadIdx.x < params.words", "threadIdx.x < 1"),
+        (
+            "position: rings of the first head cleared",
+            "i < params.heads[array] * words;",
+            "i < words;",
+        ),
+    ],
+    "copied.cuh": [
+        ("copied: flushes share their noise", "params.events != nullptr", "false"),
+        ("copied: unit of the codes left out", " * convert::kE2m1Unit", ""),
+        ("copied: block scales of the first row", "row * (kDstate / 16) + of_row", "of_row"),
+        ("copied: one block of a piece", "(4 * J + lane.t) + block;", "(4 * J + lane.t);"),
+        (
+            "copied: upper rows of the checkpoint folded twice",
+            "32 * (first + i) + 8 * h * kDstate",
+            "32 * (first + i)",
+        ),
+        ("copied: both rows stored in one place", "checkpoint + 8 * h * kDstate;", "checkpoint;"),
+        ("copied: both rows from the first", "rows[0][i] = rows[1][i];", "(void)i;"),
+        ("copied: the scale of one row", "scale + 8 * h, folded", "scale, folded"),
+    ],
+    "read_copy.cuh": [
+        (
+            "copied: blocks of eight columns",
+            "ptx::max_magnitude(amax, __shfl_xor_sync(kAllLanes, amax, 1));",
+            "amax;",
+        ),
+        ("copied: block scale of a broken row", "scale.stored(block.code)", "block.code"),
+        ("copied: scale of a row", "*scale = of_all.decode;", "*scale = 1.0f;"),
+        ("copied: codes of a row not scaled", "of_all.scaled(v[4 * J + i]);", "v[4 * J + i];"),
     ],
     "flush.cuh": [
         (
@@ -316,6 +371,12 @@ EDITS = {
         ("codes of row g + 8 scaled as row g", "scale[lane.g + 8 * (i >> 1)]", "scale[lane.g]"),
     ],
     "checkpointing_ssu.cu": [
+        ("copied: the head's first slab", "copy + first_row / kRows * Slab::kBytes", "copy"),
+        (
+            "copied: stride of the checkpoint",
+            "kCopied ? params.state_copy_head_stride : ",
+            "",
+        ),
         (
             "items of a group counted over all groups",
             "of_n - group * params.items_of_group;",
@@ -409,7 +470,7 @@ EDITS = {
         ),
         (
             "stages of the item's first head",
-            "      item.state += params.state_head_stride * static_cast<int>(sizeof(State));\n",
+            "      item.state += bytes_to_next_head();\n",
             "",
         ),
         (
@@ -778,6 +839,12 @@ EDITS = {
         ("accepted replace the live rows", "prev += kept;", "prev = kept;"),
     ],
     "slots.cu": [
+        ("copied: slab of a loaded row", "p / replay::kRows * replay", "p / 32 * replay"),
+        (
+            "copied: loaded from the first columns",
+            "* params.dstate + column + 2 * i;",
+            "* params.dstate + 2 * i;",
+        ),
         (
             "reset empties the first head only",
             "head * params.state_head_strides[layer]",
@@ -816,6 +883,16 @@ EDITS = {
         ),
     ],
     "materialize.cu": [
+        (
+            "copied: snapshot of the first slab only",
+            "if constexpr (kTwice) {\n      copy +=",
+            "if constexpr (kTwice) {\n      copy -=",
+        ),
+        (
+            "copied: only state and scales are copied",
+            "lane.index; i < vectors; i += 32",
+            "vectors; i < vectors; i += 32",
+        ),
         (
             "active list not read",
             "request = params.active_request_indices[request * "
@@ -861,7 +938,11 @@ EDITS = {
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
-        ("slabs of wide states never asked for", "if (!kAsksEarly<State, Act> &&", "if (false &&"),
+        (
+            "slabs of wide states never asked for",
+            "if (!kAsksEarly<State, Act, Copy> &&",
+            "if (false &&",
+        ),
         ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
@@ -949,6 +1030,10 @@ FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in e
 
 def suite_of(fault: Fault) -> tuple[str, ...]:
     """The tests that may see a fault, the likeliest first."""
+    if fault.file == "positions.cu":
+        return POSITION_SUITE
+    if fault.file in COPY_FILES or fault.name.startswith("copied"):
+        return COPY_SUITE + POSITION_SUITE
     if fault.file == "fold.cuh":  # steps and snapshots share it
         return SUITE[:3] + SNAPSHOT_SUITE
     if fault.file in TWO_KERNEL_FILES:

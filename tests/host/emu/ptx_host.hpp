@@ -221,6 +221,9 @@ inline void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
   throw emu::Error("no cvt.e4m3x2 here");
 }
 
+constexpr bool kHasE2m1Cvt = false;
+inline unsigned cvt_e2m1x2(const float (&v)[8]) { throw emu::Error("no cvt.e2m1x2 here"); }
+
 // The CPU has no stochastic conversion; convert.cuh takes its own.
 constexpr bool kHasStochasticCvt = false;
 inline unsigned cvt_rs_bf16x2(float low, float high, unsigned bits) {
