@@ -134,16 +134,24 @@ struct Worker {
 
   // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
   __device__ __forceinline__ void take_item(int parity, bool after_flush) {
-    const unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
-    const unsigned n = divide(index, params.inverse_items_of_sequence);
-    const unsigned of_n = index - n * params.items_of_sequence;
-    const unsigned group = divide(of_n, params.inverse_items_of_group);
-    const unsigned in_group = of_n - group * params.items_of_group;
-    const int first = in_group * params.heads_of_item;
-    next.n = n, next.group = group, next.head = group * params.heads_per_group + first;
+    unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
+    const unsigned flushes = listed.x * params.flushes_of_sequence;
+    const bool flush = index < flushes;  // its items have fewer heads
+    if (!flush) index -= flushes;
+    const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
+    const unsigned of_group = flush ? params.flushes_of_group : params.items_of_group;
+    const int heads = flush ? params.heads_of_flush : params.heads_of_item;
+    const unsigned n = divide(
+        index, flush ? params.inverse_flushes_of_sequence : params.inverse_items_of_sequence);
+    const unsigned of_n = index - n * of_sequence;
+    const unsigned group =
+        divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
+    const int first = (of_n - group * of_group) * heads;
+    next.n = flush ? n : n + listed.x, next.group = group,
+    next.head = group * params.heads_per_group + first;
     next.heads = 0;
     if (next.n >= listed.x + listed.y) return;
-    next.heads = min(params.heads_of_item, params.heads_per_group - first);
+    next.heads = min(heads, params.heads_per_group - first);
     const Request of_item = request(next);
     next.state =
         reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;

@@ -59,7 +59,9 @@ struct CheckpointingSsuParams {
   int64_t out_batch_stride, out_token_stride, out_head_stride;
   int64_t slots_stride, force_flush_stride, events_stride;
   int64_t pad_slot_id;
-  int64_t inverse_items_of_sequence, inverse_items_of_group;  // as `divide` takes them
+  // As `divide` takes them.
+  int64_t inverse_items_of_sequence, inverse_items_of_group;
+  int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
   int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
   int max_window, ring_buffer_len;
   int slots_type;                             // IndexType
@@ -68,7 +70,8 @@ struct CheckpointingSsuParams {
   int dt_softplus;                            // 0 or 1
   int zero_padding;                           // 1: rows of `out` of padding become 0
   int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
-  int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
+  int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
+  int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
   // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
   // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
   int most_listed, bytes_of_list;  // sequences, at a time, and their bytes in front of the shares

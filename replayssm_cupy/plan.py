@@ -60,14 +60,17 @@ class CheckpointingSsuParams(ctypes.Structure):
             ring_start_stride prev_num_accepted_tokens_stride"""
             + _TOKEN_STRIDES
             + """ force_flush_stride events_stride pad_slot_id
-            inverse_items_of_sequence inverse_items_of_group""",
+            inverse_items_of_sequence inverse_items_of_group
+            inverse_flushes_of_sequence inverse_flushes_of_group""",
         ),
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_sequence items_of_group most_listed bytes_of_list bytes_of_share
-            at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
-            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words starts_early""",
+            heads_of_item items_of_sequence items_of_group
+            heads_of_flush flushes_of_sequence flushes_of_group
+            most_listed bytes_of_list bytes_of_share at_group at_head at_outputs at_products
+            at_scales_of_C at_dt at_weights at_scales at_cursors
+            cb_scaled_words cumAdt_vec_words cb_old_words starts_early""",
         ),
     ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from .arrays import Device, itemsize
 from .compiler import import_cupy
 from .keys import (
+    COPY_DTYPES,
     SCALED_FORMATS,
     SLAB,
     TOKENS_PER_TILE,
@@ -163,13 +164,24 @@ def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     return 4 if key.state_dtype in SCALED_FORMATS and heads_of_warp >= 6 else 2
 
 
+def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> int:
+    """That a warp takes at once where it folds: few if a flush would outlast what comes behind."""
+    if key.state_dtype in COPY_DTYPES:
+        return 1
+    heads_of_warp = step.batch * step.nheads / (on.count * 8)
+    scaled = key.state_dtype in SCALED_FORMATS
+    return max(1, most // 2) if heads_of_warp < 6 or (scaled and step.tokens == 1) else most
+
+
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
     A warp takes several heads of a group at once where it will have many: they share B and C.
     """
-    items = -(-step.heads_per_group // most_heads(key, step, on))
-    heads = -(-step.heads_per_group // items)
+    most = most_heads(key, step, on)
+    heads, items = _split(step.heads_per_group, most)
+    flush_heads, flushes = _split(step.heads_per_group, most_flushing_heads(key, step, on, most))
+    groups = step.nheads // step.heads_per_group
     slab = bytes_of_slab(key.state_dtype, key.dstate)
     share = _share(
         key, step, step.max_window,
@@ -183,16 +195,20 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     listed = min(max(step.batch, 1), MOST_LISTED)
     list_bytes = _round_up(LIST_HEADER + ENTRY * listed, 128)
     warps = max(1, min(most_warps(key), (on.shared_bytes - list_bytes) // size))
-    blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    of_sequence = step.nheads // step.heads_per_group * items
+    blocks = min(on.count, step.batch * groups * flushes)
     share |= {
         "most_listed": listed,
         "bytes_of_list": list_bytes,
         "heads_of_item": heads,
-        "items_of_sequence": of_sequence,
+        "items_of_sequence": groups * items,
         "items_of_group": items,
-        "inverse_items_of_sequence": inverse(of_sequence),
+        "inverse_items_of_sequence": inverse(groups * items),
         "inverse_items_of_group": inverse(items),
+        "heads_of_flush": flush_heads,
+        "flushes_of_sequence": groups * flushes,
+        "flushes_of_group": flushes,
+        "inverse_flushes_of_sequence": inverse(groups * flushes),
+        "inverse_flushes_of_group": inverse(flushes),
     }
     launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
     if not isinstance(key, PreparedCheckpointingSsuKey):
@@ -200,6 +216,12 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     if step.scratch is not None:
         launch.fields.update(zip(SCRATCH_WORDS, step.scratch, strict=True))
     return replace(launch, before=_precompute(precompute_key(key), step))
+
+
+def _split(heads_per_group: int, most: int) -> tuple[int, int]:
+    """Heads of an item and items of a group."""
+    items = -(-heads_per_group // most)
+    return -(-heads_per_group // items), items
 
 
 def _precompute(key: PrecomputeKey, step: Step) -> Schedule:
