@@ -183,13 +183,15 @@ struct Worker {
   }
 
   __device__ __forceinline__ void ask_for_weights(const Request& of_item) const {
-    const int place = place_of_weights(!second);
-    for (int i = 0; i < next.heads; ++i) {
-      float* to = floats(params.at_weights) + (place + i) * weight_shape.words();
+    const int bytes = 4 * weight_shape.words();
+    ptx::smem_t to = ptx::to_smem(memory) + params.at_weights + place_of_weights(!second) * bytes;
+#pragma unroll 1
+    for (int i = 0; i < next.heads; ++i, to += bytes) {
       for_parts_in_scratch(params, weight_shape, of_item, next.head + i,
-                           [&](int part, const float* scratch, int pieces) {
+                           [&](int place, const float* scratch, int pieces) {
+#pragma unroll 1
                              for (int k = lane.index; k < pieces; k += 32) {
-                               ptx::cp_async16(ptx::to_smem(to + part + 4 * k), scratch + 4 * k);
+                               ptx::cp_async16(to + 4 * place + 16 * k, scratch + 4 * k);
                              }
                            });
     }

@@ -43,6 +43,11 @@ __device__ __forceinline__ void put_weights_of_heads(float* weights, const Weigh
 
 // ---- the caller's scratch -----------------------------------------------------------------------
 
+// Of head n of all; one multiplication of 32 by 32 bits.
+__device__ __forceinline__ float* scratch_of_head(float* array, unsigned n, int words) {
+  return array + static_cast<uint64_t>(n) * static_cast<unsigned>(words);
+}
+
 // Calls `copy(place, scratch, pieces)` for the parts of a head's weights: where they begin in its
 // `WeightShape`, where in the scratch, and their pieces of 16 bytes. Only a flush has the last one.
 template <class Copy>
@@ -50,12 +55,13 @@ __device__ __forceinline__ void for_parts_in_scratch(const CheckpointingSsuParam
                                                      const WeightShape& shape,
                                                      const Request& request, unsigned head,
                                                      Copy copy) {
-  const int64_t n = static_cast<int64_t>(request.row) * params.nheads + head;
+  const unsigned n = request.row * params.nheads + head;
   const Window& window = request.window;
-  copy(0, params.cb_scaled + n * params.cb_scaled_words, kRows / 4 * window.q);
-  copy(shape.decays(), params.cumAdt_vec + n * params.cumAdt_vec_words, (window.q + 3) / 4);
+  copy(0, scratch_of_head(params.cb_scaled, n, params.cb_scaled_words), kRows / 4 * window.q);
+  copy(shape.decays(), scratch_of_head(params.cumAdt_vec, n, params.cumAdt_vec_words),
+       (window.q + 3) / 4);
   if (window.flush) {
-    copy(shape.old_rows(), params.cb_old + n * params.cb_old_words,
+    copy(shape.old_rows(), scratch_of_head(params.cb_old, n, params.cb_old_words),
          (shape.words() - shape.old_rows()) / 4);
   }
 }

@@ -577,8 +577,8 @@ EDITS = {
         ),
         (
             "scratch copied by half of the pieces",
-            "to + part + 4 * k), scratch",
-            "to + part + 4 * (k / 2)), scratch",
+            "to + 4 * place + 16 * k, scratch",
+            "to + 4 * place + 16 * (k / 2), scratch",
         ),
         (
             "no B for a fold beside scratch",
@@ -607,10 +607,14 @@ EDITS = {
         ("heads share dt", "dt[2 * kRows * i + row]", "dt[row]"),
         (
             "scratch of the first sequence",
-            "static_cast<int64_t>(request.row) * params.nheads + head;",
-            "int64_t{head};",
+            "n = request.row * params.nheads + head;",
+            "n = head;",
         ),
-        ("scratch of one token", "cb_scaled_words, kRows / 4 * window.q);", "cb_scaled_words, 4);"),
+        (
+            "scratch of one token",
+            "cb_scaled_words), kRows / 4 * window.q);",
+            "cb_scaled_words), 4);",
+        ),
         ("decays of four tokens in scratch", "(window.q + 3) / 4);", "min(window.q, 1));"),
         (
             "no weights of a flush in scratch",
