@@ -48,12 +48,12 @@ def decode(
     options: Options,
     seen: Seen | None = None,
     folds: View | None = None,
-    before: Callable[[], list[Plan]] = list,
+    before: Callable[[], tuple[list[Plan], Views]] = lambda: ([], {}),
 ) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update.
 
     `folds` are the stamps of a stack's layer, for checked mode. `before` does what must come ahead
-    of the step once that has passed its checks; it returns what it launched.
+    of the step once that has passed its checks; it returns what it launched and on which arrays.
     """
     x = views["x"]
     assert x is not None
@@ -63,15 +63,14 @@ def decode(
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
         plan = plan_of(views, options)
-        earlier: list[Plan] = []
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options, folds)
-            earlier = before()
+            earlier, others = before()
             _launch(plan, views)
-        if seen is not None and not options.check:
-            vectors = vectors_of("x_cache" in views)
-            seen.add(pointing_to(plan, views), views, vectors, earlier)
+            if seen is not None and not options.check:
+                vectors = vectors_of("x_cache" in views)
+                seen.add(pointing_to(plan, views), {**views, **others}, vectors, earlier)
     else:
         canonical, window = check_decode(views, options)
         before()

@@ -34,6 +34,7 @@ from .arrays import (
     itemsize,
     view,
 )
+from .calls import Seen, SeenCalls
 from .checks import (
     Letters,
     check_alignment,
@@ -137,6 +138,13 @@ def selective_state_update_replayssm(
     Raises TypeError or ValueError naming the argument, before anything is written;
     :class:`ReplaySSMError` as the kernels do.
     """
+    given = (x, dt, A, B, C, D, z, dt_bias, state_indices, cu_seqlens, num_accepted_tokens)
+    key = (
+        state_dtype, seed, max_seqlen, type(seed), type(max_seqlen), _address(cache),
+        *(array is None for array in given),
+    )  # fmt: skip
+    if _calls.repeat(key, (*_arrays(cache), *given, out), x) is not None:
+        return out
     v = _cache_views(cache, state_dtype)
     _check_cache(v)
     positions = v.pop("positions")
@@ -162,8 +170,28 @@ def selective_state_update_replayssm(
     }
     longest = None if cu_seqlens is None else max_seqlen
     options = Options(True, NULL_SLOT, True, begin.max_window, longest, PHILOX_ROUNDS)
-    decode(views, target, options, before=begin.launch)
+    names = (*_order_of(cache), *_GIVEN, "out")
+    arrays = dict(zip(names, (*_arrays(cache), *given, out), strict=True))
+    seen = Seen(_calls, key, x, arrays)
+    decode(views, target, options, seen, before=begin.launch)
     return out
+
+
+_calls = SeenCalls()
+_GIVEN = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "slots", "cu_seqlens", "num_accepted")
+
+
+def _arrays(cache: Any) -> Sequence[Any]:
+    """What of a cache a step works on."""
+    return cache[1:8] if isinstance(cache, (tuple, list)) else ()
+
+
+def _address(cache: Any) -> int:
+    """Where the positions lie: captured launches of a cache keep their scratch by it."""
+    try:
+        return view(cache[-1], "cache[7]").ptr
+    except (TypeError, ValueError, IndexError, KeyError):
+        return 0
 
 
 _TOKENS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "slots", "cu_seqlens")
@@ -221,13 +249,14 @@ class _Begin:
             self._query_len = max_seqlen
         self._ring_buffer_len = ring_buffer_len
 
-    def launch(self) -> list[Plan]:
+    def launch(self) -> tuple[list[Plan], dict[str, View | None]]:
         """Moves the positions on, on the device or here."""
         slots, positions = self._slots, self._positions
         assert slots is not None
+        others = {"positions": positions, "num_accepted": self._accepted}
         if positions.device.kind not in launchers:
             self._on_host()
-            return []
+            return [], others
         record: Any = BeginStepParams(pad_slot_id=NULL_SLOT, seed=self._seed)
         arrays = {
             "positions": positions, "slots": slots, "num_accepted": self._accepted,
@@ -252,7 +281,7 @@ class _Begin:
         stream = current_stream(positions)
         plan = Plan(BeginStepKey(), grid, (THREADS, 1, 1), record, positions.device)
         plan.launch(stream)
-        return [plan]
+        return [plan], others
 
     def _on_host(self) -> None:
         a = {name: as_numpy(array) for name, array in self.scratch.items()}
@@ -316,14 +345,21 @@ def _cache_views(cache: Sequence[Any], state_dtype: str) -> dict[str, View]:
         raise TypeError(f"cache: expected a tuple of arrays, got {type(cache).__name__}")
     if len(cache) != 8:
         raise ValueError(f"cache: expected 8 arrays, got {len(cache)}")
-    order = list(_NAMES)
-    rings = [view(cache[place], f"cache[{place}]") for place in (2, 3, 4)]
-    if len(rings[1].shape) == 3:  # x, dt, B
-        order[2], order[3] = order[3], order[2]
-    found = {name: view(cache[place], f"cache[{place}]") for place, name in enumerate(order, 1)}
+    found = {
+        name: view(cache[place], f"cache[{place}]")
+        for place, name in enumerate(_order_of(cache), 1)
+    }
     check_dtype(found["state"], ("float16",))
     check_dtype(found["state_copy"], (FORMATS[state_dtype],), f" with {state_dtype}")
     return found
+
+
+def _order_of(cache: Sequence[Any]) -> list[str]:
+    """Our names of a cache's arrays from place 1 on: x, B, dt, or x, dt, B, as their ranks tell."""
+    names = list(_NAMES)
+    if len(view(cache[3], "cache[3]").shape) == 3:
+        names[2], names[3] = names[3], names[2]
+    return names
 
 
 def _check_cache(v: dict[str, View]) -> Letters:

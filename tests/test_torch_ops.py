@@ -464,3 +464,36 @@ def test_reduce_overhead():
         assert_equal([get(out)], [get(loop(eager, given, options, accepted))])
     torch.cuda.synchronize()
     assert_equal(contents(handle.stack), contents(eager.stack))
+
+
+@pytest.mark.parametrize("state_format", ["float16+fp8", "float16+nvfp4"])
+def test_a_stack_with_read_copies(state_format):
+    """The same as over NumPy arrays, through the operator."""
+    import ml_dtypes
+
+    import replayssm_cupy as ssm
+
+    stack = torch_ops.layer_stack(
+        1, 3, 4, 64, 2, 128, npredicted=4, state_dtype=state_format, device="cpu"
+    )
+    own = ssm.LayerStack(1, 3, 4, 64, 2, 128, npredicted=4, state_dtype=state_format, device="cpu")
+    assert stack.state_dtype == own.state_dtype == state_format
+    handle, rng = torch_ops.StackHandle(stack), np.random.default_rng(0)
+    A = -np.ones(4, np.float32)
+    for _ in range(6):
+        x, B, C = (
+            rng.standard_normal((3, 4, *size)).astype(ml_dtypes.bfloat16)
+            for size in ((4, 64), (2, 128), (2, 128))
+        )
+        dt = rng.standard_normal((3, 4, 4)).astype(np.float32)
+        given = [torch.from_numpy(a.astype(np.float32)) for a in (x, dt, A, B, C)]
+        for place in (0, 3, 4):
+            given[place] = given[place].bfloat16()
+        y = handle.step(0, *given)
+        expected = own.step(0, x, dt, A, B, C)
+        assert np.array_equal(y.float().numpy(), expected.astype(np.float32))
+        handle.advance(None, torch.full((3,), 4, dtype=torch.int32), query_len=4)
+        own.advance(None, np.full(3, 4, np.int32))
+    assert np.array_equal(
+        stack.state_copies[0].view(torch.uint8), own.state_copies[0].view(np.uint8)
+    )

@@ -233,6 +233,30 @@ def test_flushes_round_by_slot_and_position(backend, state_dtype):
         assert relative_l2(first, other) < 1e-3
 
 
+def test_a_call_of_a_kind_that_was_seen_is_not_looked_at_again(backend, monkeypatch):
+    """Later ones launch at once, and give what a call that is looked at gives."""
+    rng = np.random.default_rng(9)
+    one, other = (Cache(backend, "fp8", 16, 2) for _ in range(2))
+    states = rng.standard_normal((1, 4, 64, 128)).astype(np.float32)
+    steps = [make_step(Case(SHAPE, 4), 1, rng, slots=np.array([1])) for _ in range(12)]
+    counts = rng.integers(0, 5, (12, 1)).astype(np.int32)
+    outs = []
+    for cache in (one, other):
+        cache.load(states, [1])
+        monkeypatch.setattr(vllm_cache, "_calls", vllm_cache.SeenCalls())
+        outs.append([cache.step(steps[0], num_accepted_tokens=counts[0])])
+        for step, count in zip(steps[1:], counts[1:], strict=True):
+            with monkeypatch.context() as changed:
+                if cache is one:
+                    changed.setattr(vllm_cache, "decode", None)
+                else:
+                    changed.setattr(vllm_cache, "_calls", vllm_cache.SeenCalls())
+                outs[-1].append(cache.step(step, num_accepted_tokens=count))
+    for got, expected in zip(*outs, strict=True):
+        assert np.array_equal(bits(got), bits(expected))
+    assert np.array_equal(one.get(7), other.get(7))
+
+
 def test_order_of_the_rings(backend):
     """x, dt, B is taken as well as x, B, dt."""
     rng = np.random.default_rng(5)
