@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_input import BF16, Call, checkpointing_ssu, label, path, recorder, room, step
 from cases import DTYPES, make_pools, make_step
 from oracles import bits
-from test_errors import BF16, Call, checkpointing_ssu, label, path, recorder, room, step
 from test_interop import CASE, lib, put_step
 
 import replayssm_cupy as ssm

@@ -37,7 +37,10 @@ TWO_KERNEL_SUITE = ("tests/host/test_early.py", "tests/test_two_kernels.py")
 TWO_KERNEL_FILES = ("precompute.cu", "prepare.cuh")
 
 # The kernels of whole slots and the checks have tests of their own.
-SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+SNAPSHOT_SUITE = (
+    "tests/test_checked.py", "tests/test_snapshots.py", "tests/test_snapshot_errors.py",
+    "tests/test_slot_images.py", "tests/test_slot_use.py", "tests/test_prefix.py",
+)  # fmt: skip
 POSITION_SUITE = ("tests/test_vllm_cache.py",)
 SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "check.cu")
 # States with a read copy have tests of their own, too.
