@@ -94,15 +94,15 @@ def print_kernels(arch: str, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    print(f"{'':48}            {'bytes of a block or thread':^39} {'on a multiprocessor':>30}")
+    print(f"{'':56}            {'bytes of a block or thread':^39} {'on a multiprocessor':>30}")
     heads = ("registers", "static", "dynamic", "spilled", "stack", "threads", "blocks", "warps")
-    print(f"{'kernel (' + arch + ')':48} " + " ".join(f"{head:>9}" for head in heads))
+    print(f"{'kernel (' + arch + ')':56} " + " ".join(f"{head:>9}" for head in heads))
     for row in rows:
         cells = (
             row.registers, row.shared_bytes, row.dynamic_shared_bytes, row.spill_bytes,
             row.stack_bytes, row.threads, row.resident_blocks, row.resident_warps,
         )  # fmt: skip
-        print(f"{row.kernel:48} " + " ".join(f"{_cell(cell):>9}" for cell in cells))
+        print(f"{row.kernel:56} " + " ".join(f"{_cell(cell):>9}" for cell in cells))
     return 0
 
 

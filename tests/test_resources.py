@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from replayssm_cupy import decode, keys, plan, resources, schedule
+from replayssm_cupy import decode, formats, keys, plan, resources, schedule
 from replayssm_cupy.__main__ import main
 from replayssm_cupy.compiler import TARGETS, Resources
 from replayssm_cupy.keys import (
@@ -145,9 +145,15 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     x = np.zeros((batch, tokens, 64, 64), activation)
     B = np.zeros((batch, tokens, 8, key.dstate), activation)
     dt, A = np.zeros((batch, tokens, 64), np.float32), -np.ones(64, np.float32)
-    state = np.zeros((1, 64, 64, key.dstate), types[key.state_dtype])
-    scale = np.ones((1, 64, 64), np.float32) if state.itemsize == 1 else None
+    state_dtype = key.state_dtype.partition("+")[0]
+    state = np.zeros((1, 64, 64, key.dstate), types[state_dtype])
+    scale = np.ones((1, 64, 64), np.float32) if key.state_dtype in keys.SCALED_FORMATS else None
     options = {"state_scale": scale, "state_batch_indices": np.full(batch, -1, np.int32)}
+    if key.state_dtype in keys.COPY_DTYPES:
+        shape = formats.copy_shape(key.state_dtype, 64, key.dstate)
+        dtype = keys.COPY_DTYPES[key.state_dtype]
+        copy = np.zeros((1, 64, *shape), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        options["state_copy"] = copy
     if replay:
         rows = 16 + tokens
         rings = (
@@ -199,7 +205,7 @@ def test_table(compiled, capsys):
     assert head.split() == ["kernel", "(sm_90)", *names]
     assert len({len(line) for line in (head, *lines)}) == 1
     plain = SelectiveStateUpdateKey("float32", "bfloat16", 128).name_expression
-    cells = {line[:48].strip(): line[48:].split() for line in lines}
+    cells = {line[:56].strip(): line[56:].split() for line in lines}
     assert cells[plain] == ["168", "512", "0", "8", "16", "128", "3", "12"]
     assert cells["advance_ring"] == ["168", "512", "-", "8", "16", "-", "-", "-"]
 

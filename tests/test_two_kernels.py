@@ -210,7 +210,7 @@ def test_auto_goes_by_what_was_measured(planned, monkeypatch):
     case = Case(ODD, 2, 16, "bfloat16", num_slots=SLOTS)
     heads = BATCH * ODD.nheads * ODD.head_dim / 64
     for least, two in ((heads, True), (heads + 1, False)):
-        monkeypatch.setattr(schedule, "TWO_KERNEL_HEADS", {(2, 1): least})
+        monkeypatch.setattr(schedule, "TWO_KERNEL_HEADS", {("bfloat16", 1): least})
         assert (planned(case, "own", "auto").before is not None) == two
         assert planned(case, "own", "monolith").before is None
         assert planned(case, "", "auto").before is None
