@@ -81,16 +81,15 @@ EDITS = {
         ("prefix sum leaves out its edge", "row >= step", "row > step"),
         (
             "low half of a difference dropped",
-            "(a.high - b.high) + (a.low - b.low)",
-            "a.high - b.high",
+            "decay(to - from)",
+            "decay(static_cast<float>(to) - static_cast<float>(from))",
         ),
         ("dt_bias of the first head", "head * params.dt_bias_stride", "0"),
         (
-            "state does not decay at a flush",
-            "return ptx::ex2(decays.a * total.high);",
-            "return 1.0f;",
+            "fold weighs from the wrong end",
+            "decays.decay(sum, total) * dt",
+            "decays.decay(sum) * dt",
         ),
-        ("fold weighs from the wrong end", "difference(total, sum)) * dt;", "sum.high) * dt;"),
         (
             "fp32 state read in one term",
             "same<T, bf16> || sizeof(T) == 1 ? 1 : 2",
@@ -195,6 +194,11 @@ EDITS = {
         ),
     ],
     "rows.cuh": [
+        (
+            "odd rows of B and C read as they do not lie",
+            "bytes + kBytes * t + swap, bytes + kBytes * t - swap",
+            "bytes + kBytes * t, bytes + kBytes * t",
+        ),
         ("cursor out of range followed", "min(max(live, 0), params.max_window)", "live"),
         (
             "ring_start out of range followed",
@@ -250,7 +254,7 @@ EDITS = {
     "requests.cuh": [
         (
             "list read from the front only",
-            "n < listed.x ? n : kMostListed - 1 - (n - listed.x)",
+            "n < listed.x ? n : params.most_listed - 1 - (n - listed.x)",
             "n",
         ),
         (
@@ -344,25 +348,32 @@ EDITS = {
         ("dt of the item's first head", "request, head + h, t)", "request, head, t)"),
         (
             "later tokens seen",
-            "if (j <= (old ? window.live - 1 : row)) {",
-            "if (j <= (old ? window.live - 1 : 15)) {",
+            "(old ? window.live - 1 : own)",
+            "(old ? window.live - 1 : 15)",
         ),
         (
             "own token unseen",
-            "if (j <= (old ? window.live - 1 : row)) {",
-            "if (j <= (old ? window.live - 1 : row - 1)) {",
+            "(old ? window.live - 1 : own)",
+            "(old ? window.live - 1 : own - 1)",
         ),
-        ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 2", "(j & 6) * 4"),
+        ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 4", "(j & 6) * 4"),
+        ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
+        ("C scaled for four tokens only", "first < q; first += 4", "first < min(q, 4); first += 4"),
+        (
+            "words y and w of a 16-bit state not read out",
+            "even[h][tile][e] + odd[h][tile][2 + e]",
+            "even[h][tile][e]",
+        ),
         ("low half of a weight dropped", "static_cast<unsigned short>(terms[1])", "0"),
         (
             "C's scale not taken back",
-            "(decays.a * decays.sum.high) * scale[t]",
-            "(decays.a * decays.sum.high)",
+            "decays.decay(decays.sum) * scale[t]",
+            "decays.decay(decays.sum)",
         ),
         (
             "tokens of the second tile take the first one's C",
-            "C[kTokenTiles - 1][4 * J] :",
-            "C[0][4 * J] :",
+            "tile.C_row(max(min(t, window.q - 1), 0))",
+            "tile.C_row(max(min(lane.g, window.q - 1), 0))",
         ),
         ("fold weights written by all", "if (j >= kRows) return;", ""),
         (
@@ -382,8 +393,8 @@ EDITS = {
         ),
         (
             "items of a group counted over all groups",
-            "of_n - group * params.items_of_group;",
-            "of_n;",
+            "(of_n - group * of_group) * heads",
+            "of_n * heads",
         ),
         (
             "products of a flush: old rows take those of the new ones",
@@ -400,10 +411,11 @@ EDITS = {
             "(params.state) + slot * params.state_slot_stride",
             "(params.state) + int(slot * params.state_slot_stride)",
         ),
+        ("sequences that stay listed as those that flush", "n : n + listed.x", "n : n"),
         (
             "item of the next group",
-            "next.n = n, next.group = group,",
-            "next.n = n, next.group = (group + 1) % (params.nheads / params.heads_per_group),",
+            "next.group = group,",
+            "next.group = (group + 1) % (params.nheads / params.heads_per_group),",
         ),
         (
             "last sequence of a list lost",
@@ -417,8 +429,8 @@ EDITS = {
         ),
         (
             "items end behind their group",
-            "min(params.heads_of_item, params.heads_per_group - first)",
-            "params.heads_of_item",
+            "min(heads, params.heads_per_group - first)",
+            "heads",
         ),
         (
             "ring rows of B from row 0 on",
@@ -539,8 +551,8 @@ EDITS = {
         ),
         (
             "sequences beyond one list dropped",
-            "first < params.batch; first += kMostListed",
-            "first < min(params.batch, kMostListed); first += kMostListed",
+            "first < params.batch; first += params.most_listed",
+            "first < min(params.batch, params.most_listed); first += params.most_listed",
         ),
         (
             "second list goes on where the first ended",
