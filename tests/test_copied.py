@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import DTYPES, Case, Shape, make_step
+from conftest import choose_form
 from oracles import (
     Guarded,
     Recurrence,
@@ -515,3 +516,20 @@ def test_a_stack_over_arrays_that_exist(backend, state_format):
         assert np.array_equal(bits(got), bits(wanted))
     with pytest.raises(ValueError, match=r"^state_copies: expected one array per layer \(2\)"):
         ssm.LayerStack.from_arrays(*lists, *cursors, **options, state_copies=made.state_copies[:1])
+
+
+@both_formats
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_two_kernels_give_the_bits_of_one(backend, monkeypatch, tokens, state_format):
+    choose_form(monkeypatch, "stream")
+    rng = np.random.default_rng(10)
+    case = replace(BASE, npredicted=tokens, state_dtype=state_format)
+    pools = make_stored(case, rng, fill=True)
+    pools.prev_num_accepted_tokens[:] = 16, 2, 14, 0, 13
+    step = make_step(case, case.num_slots, rng)
+    one, two = (Run(backend, pools, case.max_window) for _ in range(2))
+    scratch = ssm.allocate_scratch(case.num_slots, 4, like=backend.put(step.x))
+    outs = one.step(step), two.step(step, algorithm="two-kernel", **scratch)
+    assert np.array_equal(bits(outs[0]), bits(outs[1]))
+    for name, array in one.snapshot().arrays().items():
+        assert np.array_equal(bits(array), bits(getattr(two.snapshot(), name))), name

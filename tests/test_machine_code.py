@@ -9,7 +9,12 @@ import subprocess
 import pytest
 
 from replayssm_cupy import compiler
-from replayssm_cupy.keys import CheckpointingSsuKey, MaterializeKey, SmallCheckpointingSsuKey
+from replayssm_cupy.keys import (
+    CheckpointingSsuKey,
+    LoadStateKey,
+    MaterializeKey,
+    SmallCheckpointingSsuKey,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,12 @@ def test_stochastic_conversion_is_there_where_the_target_has_it(
     key = CheckpointingSsuKey(state_dtype, "bfloat16", 128, 1)
     code = disassemble(nvdisasm, tmp_path, key, arch)
     assert bool(re.search(r"F2FP\.\S*\.RS\b", code)) == arch.endswith("a")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a", "sm_100", "sm_120"])
+def test_e2m1_conversion_is_there_where_the_target_has_it(nvdisasm, tmp_path, arch):
+    code = disassemble(nvdisasm, tmp_path, LoadStateKey("float16+nvfp4", "float32"), arch)
+    assert bool(re.search(r"F2FP\.\S*E2M1\S*\b", code)) == arch.endswith("a")
 
 
 def instructions(listing: str) -> list[str]:

@@ -1051,7 +1051,7 @@ def suite_of(fault: Fault) -> tuple[str, ...]:
     """The tests that may see a fault, the likeliest first."""
     if fault.file == "positions.cu":
         return POSITION_SUITE
-    if fault.file in COPY_FILES or fault.name.startswith("copied"):
+    if fault.file in COPY_FILES or fault.name.startswith("copied:"):
         return COPY_SUITE + POSITION_SUITE
     if fault.file == "fold.cuh":  # steps and snapshots share it
         return SUITE[:3] + SNAPSHOT_SUITE
