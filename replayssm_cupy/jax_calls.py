@@ -142,7 +142,7 @@ class Steps:
         views: dict[str, View | None] = {
             name: view(buffer, name) for name, buffer in zip(names, pools, strict=True)
         }
-        views.setdefault("state_scale", None)
+        views = views | {name: None for name in ("state_copy", "state_scale") if name not in views}
         views |= {name: view(tokens[name], name) for name in TOKENS}
         return views | {name: optional_view(tokens.get(name), name) for name in OPTIONAL}
 
@@ -225,6 +225,7 @@ class Materialize:
         return [
             {
                 "state": view(states[i], f"states[{i}]"),
+                "state_copy": None,
                 "state_scale": view(scales[i], f"state_scales[{i}]") if scales else None,
                 **{
                     name.removesuffix("s"): view(others[name][i], f"{name}[{i}]")._replace(
