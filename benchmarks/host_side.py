@@ -146,7 +146,15 @@ def _operator_calls(stack: Any, inputs: dict[str, Any]) -> dict[str, Callable[[]
     *tokens, slots, out = inputs.values()  # dt_softplus lies between tokens and slots
     given = handle.number, handle.anchor, 0, *tokens, True, slots
     tokens = tuple(tokens)
+    x, dt, A, B, C, D, z, dt_bias = tokens
+    layer, operators = handle.bind_layer(0, A, D, dt_bias, slots=slots), torch.ops.replayssm
+    short, number, anchor = operators.layer_step, layer.number, layer.anchor
     return {
+        "one step of a bound layer": lambda: layer.step(x, dt, B, C, z, out),
+        "one step of a bound layer that allocates out": lambda: layer.step(x, dt, B, C, z),
+        "one operator layer_step.out": lambda: short.out(number, anchor, x, dt, B, C, z, out),
+        "one operator layer_step.default": lambda: short.default(number, anchor, x, dt, B, C, z),
+        "one operator layer_step": lambda: short(number, anchor, x, dt, B, C, z),
         "one handle.step": lambda: handle.step(0, *tokens, slots=slots, out=out),
         "one handle.step that allocates out": lambda: handle.step(0, *tokens, slots=slots),
         "one operator stack_step.out": lambda: operator.out(*given, out=out),

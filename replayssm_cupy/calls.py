@@ -7,7 +7,6 @@ whether anything but the addresses has changed. Both end in the same launch.
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,42 +29,29 @@ class Packing:
     vectors : names of those that must be aligned to 16 bytes; the others to their elements.
     """
 
-    __slots__ = ("_mask", "_pack", "_runs")
+    __slots__ = ("_places", "_unknown")
 
     def __init__(self, plan: Plan, views: dict[str, View], vectors: Iterable[str]) -> None:
-        # Null pointers between them in the record are packed as well, so there is mostly one run.
-        text, size, end = "<", 0, -1
-        runs: list[list[int]] = []  # offset in the record, offset in the pack, bytes
-        for name in views:
-            field = getattr(type(plan.record), name, None)
-            if field is None:  # checked, but of no use to the kernel
-                end = -1
-            else:
-                if 0 <= end <= field.offset and not any(plan.memory[end : field.offset]):
-                    gap = field.offset - end
-                    text, size = f"{text}{gap}x", size + gap
-                    runs[-1][2] += gap
-                else:
-                    runs.append([field.offset, size, 0])
-                runs[-1][2] += 8
-                end = field.offset + 8
-            text, size = text + "Q", size + 8
-        self._pack = struct.Struct(text).pack
-        self._runs = [(slice(a, a + n), slice(b, b + n)) for a, b, n in runs]
         wide = set(vectors)
-        bytes_ = (
-            ALIGNMENT if name in wide else itemsize(view.dtype) for name, view in views.items()
-        )
-        self._mask = int.from_bytes(self._pack(*(n - 1 for n in bytes_)), "little")
+        # Of each pointer its word in the record, and the low bits that must be 0. The kernel may
+        # have no use for an array that is checked.
+        self._places: list[tuple[int | None, int]] = []
+        for name, view in views.items():
+            field = getattr(type(plan.record), name, None)
+            bytes_ = ALIGNMENT if name in wide else itemsize(view.dtype)
+            self._places.append((None if field is None else field.offset // 8, bytes_ - 1))
+        self._unknown = [None] * len(views)
 
     def fill(self, plan: Plan, pointers: list[int]) -> bool:
-        """Writes the pointers to the plan's record, if they are right."""
-        packed = self._pack(*pointers)
-        # All pointers as one number: one test tells whether each is aligned.
-        if int.from_bytes(packed, "little") & self._mask or not all(pointers):
-            return False
-        for place, part in self._runs:
-            plan.memory[place] = packed[part]
+        """Writes the pointers that changed to the plan's record; False if one is not right."""
+        known, words = plan.pointers or self._unknown, plan.words
+        plan.pointers = None
+        for (place, mask), before, pointer in zip(self._places, known, pointers, strict=True):
+            if pointer != before:
+                if pointer & mask or not pointer:
+                    return False
+                if place is not None:
+                    words[place] = pointer
         plan.pointers = pointers
         return True
 

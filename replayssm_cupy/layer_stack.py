@@ -16,7 +16,8 @@ from .arrays import (
     from_numpy,
     view,
 )
-from .calls import BoundCall, Seen, SeenCalls
+from .bound_layer import BoundLayer
+from .calls import BoundCall, Seen
 from .checked import check_mode, everywhere
 from .checks import (
     check_optional_int,
@@ -122,14 +123,12 @@ class LayerStack(StackArrays):
                 self._last_query_len = call.query_len
                 return out
         arrays = dict(zip(_STEP_ARRAYS, given, strict=False))
-        views, options, q = self._step(
-            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
-            algorithm,
-        )  # fmt: skip
-        seen = Seen(self._calls, key, x, arrays | {"out": out}, q)
-        y = decode(views, out, options, seen, self._folds_of(layer) if options.check else None)
-        self._last_query_len = q
-        return y
+        options = self._options(
+            layer, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl, algorithm
+        )
+        return self._first_step(
+            arrays, out, options, Seen(self._calls, key, x, arrays | {"out": out})
+        )
 
     def bind(
         self,
@@ -173,10 +172,10 @@ class LayerStack(StackArrays):
             **{"slots": slots, "cu_seqlens": cu_seqlens, "force_flush": force_flush},
             **{"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old},
         }
-        views, options, q = self._step(
-            layer, arrays, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
-            algorithm,
-        )  # fmt: skip
+        options = self._options(
+            layer, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl, algorithm
+        )
+        views, q = self._step_views(arrays, options)
 
         def step(out: Any) -> Any:
             return self.step(
@@ -190,10 +189,68 @@ class LayerStack(StackArrays):
 
         return bind(views, out, options, step, after)
 
-    def _step(
+    def bind_layer(
         self,
         layer: int,
-        arrays: dict[str, Any],
+        A: Any,
+        D: Any = None,
+        dt_bias: Any = None,
+        *,
+        dt_softplus: bool = True,
+        slots: Any = None,
+        pad_slot_id: int = -1,
+        cu_seqlens: Any = None,
+        max_seqlen: int | None = None,
+        force_flush: Any = None,
+        pad_output: str = "zero",
+        check: bool | str = False,
+        enable_pdl: bool = False,
+        cb_scaled: Any = None,
+        cumAdt_vec: Any = None,
+        cb_old: Any = None,
+        algorithm: str = "auto",
+    ) -> BoundLayer:
+        """A layer with its weights, slots and options, whose ``step(x, dt, B, C, z, out)`` is short.
+
+        That is :meth:`step` for less host time: what stays the same is looked at here and at the
+        first step. These arrays are held, and may be written in place; their memory must stay
+        where it is, as for :meth:`bind`. Nothing is launched here.
+
+        Raises as :meth:`step`; what depends on the tokens is checked when they come.
+        """
+        fixed = {
+            **{"A": A, "D": D, "dt_bias": dt_bias, "slots": slots, "cu_seqlens": cu_seqlens},
+            **{"force_flush": force_flush, "cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec},
+            "cb_old": cb_old,
+        }
+        for name, array in fixed.items():
+            view(array, name) if name in _REQUIRED else optional_view(array, name)
+
+        def options() -> Options:
+            return self._options(
+                layer, dt_softplus, pad_slot_id, pad_output, max_seqlen, check, enable_pdl,
+                algorithm,
+            )  # fmt: skip
+
+        def first_step(tokens: dict[str, Any], out: Any, seen: Seen) -> Any:
+            given = fixed | tokens
+            arrays = {name: given[name] for name in _STEP_ARRAYS}
+            return self._first_step(arrays, out, options(), seen)
+
+        options()  # which checks them
+        return BoundLayer(self, first_step, bool(check))
+
+    def _first_step(self, arrays: dict[str, Any], out: Any, options: Options, seen: Seen) -> Any:
+        """A step that was not seen before, or is to be checked again."""
+        views, q = self._step_views(arrays, options)
+        folds = self._folds_of(options.layer) if options.check else None
+        y = decode(views, out, options, seen._replace(query_len=q), folds)
+        self._last_query_len = q
+        return y
+
+    def _options(
+        self,
+        layer: int,
         dt_softplus: bool,
         pad_slot_id: int,
         pad_output: str,
@@ -201,32 +258,36 @@ class LayerStack(StackArrays):
         check: bool | str,
         enable_pdl: bool,
         algorithm: str,
-    ) -> tuple[dict[str, View | None], Options, int | None]:
-        """Views and options of a step, and its length if all sequences have the same."""
-        views: dict[str, View | None] = dict(self._views[self._layer(layer)])
-        for name, array in arrays.items():
-            views[name] = view(array, name) if name in _TOKENS else optional_view(array, name)
-        views["rand_seed"] = optional_view(self.rand_seed, "rand_seed")
-        tokens = views["x"]
-        assert tokens is not None
-        q = tokens.shape[1] if len(tokens.shape) == 4 else 1
-        if views["cu_seqlens"] is not None:
-            q = check_optional_int("max_seqlen", max_seqlen) or 0
-        if q > self.npredicted:
-            raise ValueError(f"x: expected at most npredicted = {self.npredicted} tokens, got {q}")
-        options = Options(
+    ) -> Options:
+        return Options(
             bool(dt_softplus),
             index_range("pad_slot_id", pad_slot_id),
             pad_output_is_zero(pad_output),
             self.max_window,
             max_seqlen,
             self.philox_rounds,
-            layer,
+            self._layer(layer),
             check_mode(check),
             bool(enable_pdl),
             check_algorithm(algorithm),
         )
-        return views, options, q if views["cu_seqlens"] is None else None
+
+    def _step_views(
+        self, arrays: dict[str, Any], options: Options
+    ) -> tuple[dict[str, View | None], int | None]:
+        """Views of a step's arrays, and its length if all sequences have the same."""
+        views: dict[str, View | None] = dict(self._views[options.layer])
+        for name, array in arrays.items():
+            views[name] = view(array, name) if name in _REQUIRED else optional_view(array, name)
+        views["rand_seed"] = optional_view(self.rand_seed, "rand_seed")
+        tokens = views["x"]
+        assert tokens is not None
+        q = tokens.shape[1] if len(tokens.shape) == 4 else 1
+        if views["cu_seqlens"] is not None:
+            q = check_optional_int("max_seqlen", options.max_seqlen) or 0
+        if q > self.npredicted:
+            raise ValueError(f"x: expected at most npredicted = {self.npredicted} tokens, got {q}")
+        return views, q if views["cu_seqlens"] is None else None
 
     def _folds_of(self, layer: int) -> View:
         """Where checked mode stamps the folds of a layer, from its first step on."""
@@ -241,12 +302,6 @@ class LayerStack(StackArrays):
             indices = optional_view(slots, "slots")
             stream = self._folds.forget(indices, pad_slot_id)
             wait_for_jax([indices], self.device, stream)
-
-    def _seen(self) -> SeenCalls:
-        """The calls that were seen before; they point to the seed, which a caller may replace."""
-        if self.rand_seed is not self._seed_of_calls:
-            self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
-        return self._calls
 
     def advance(
         self,
@@ -530,7 +585,7 @@ class LayerStack(StackArrays):
             )
 
 
-_TOKENS = ("x", "dt", "A", "B", "C")  # what every step brings
+_REQUIRED = ("x", "dt", "A", "B", "C")
 _STEP_ARRAYS = (
-    *_TOKENS, "D", "z", "dt_bias", "slots", "cu_seqlens", "force_flush", *SCRATCH
+    *_REQUIRED, "D", "z", "dt_bias", "slots", "cu_seqlens", "force_flush", *SCRATCH
 )  # fmt: skip

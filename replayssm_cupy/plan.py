@@ -334,11 +334,11 @@ class Plan:
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
     before: Plan | None = None  # launched first; it reads the same record
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
-    memory: memoryview = field(init=False, repr=False, compare=False)  # the record's bytes
+    words: memoryview = field(init=False, repr=False, compare=False)  # the record, 8 bytes each
     pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.memory = memoryview(self.record).cast("B")
+        self.words = memoryview(self.record).cast("B").cast("Q")
         if self.grid[0] > MAX_BLOCKS:
             raise ValueError(
                 f"batch: expected at most {MAX_BLOCKS} (batch row, head) pairs in a call, "

@@ -291,6 +291,12 @@ class StackArrays:
         if self._folds is not None and not self._folds.fits(first["state"], layers):
             self._folds = None  # else kept: a captured graph may write there
 
+    def _seen(self) -> SeenCalls:
+        """The calls that were seen before; they point to the seed, which a caller may replace."""
+        if self.rand_seed is not self._seed_of_calls:
+            self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
+        return self._calls
+
     @property
     def _first(self) -> dict[str, View]:
         return {name: array for name, array in self._views[0].items() if array is not None}

@@ -12,14 +12,18 @@ operator                    does                                                
 ``advance_ring``            moves the cursors after acceptance                          cursors
 ``stack_step``              :meth:`LayerStack.step`, returns out; ``.out`` writes       the stack
                             ``out=``
+``layer_step``              :meth:`BoundLayer.step`, returns out; ``.out`` writes       the stack
+                            ``out``
 ``stack_advance``           :meth:`LayerStack.advance`                                  the stack
 ``stack_materialize``       :meth:`LayerStack.materialize`                              the stack
 ``stack_reset``             :meth:`LayerStack.reset`                                    the stack
 ==========================  ==========================================================  ==========
 
 Arguments are named and shaped as in the functions. The ``stack_*`` operators take the number and
-the anchor of a :class:`StackHandle`, whose methods call them, instead of lists of tensors. Eager
-code calls the methods, or names the overload (``stack_step.default``) with arguments by place.
+the anchor of a :class:`StackHandle`, whose methods call them, instead of lists of tensors, and
+``layer_step`` those of a :class:`LayerHandle`, which holds a layer's weights, slots and options.
+Eager code calls the methods. The dispatcher takes its time for every argument, and much for one
+by name: ``layer_step`` is the cheapest step, with all arguments by place.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import torch
 
 from . import ops
 from .arrays import dtype_name
+from .bound_layer import BoundLayer
 from .formats import arrays_of, copy_shape, format_name
 from .keys import SCALED_FORMATS
 from .layer_stack import LayerStack
@@ -130,7 +135,21 @@ class StackHandle:
         torch._dynamo.mark_static_address(anchor)
         object.__setattr__(self, "number", next(_numbers))
         object.__setattr__(self, "anchor", anchor)
-        _stacks[self.number] = weakref.ref(self.stack, partial(_forget, self.number))
+        _stacks[self.number] = weakref.ref(self.stack, partial(_stacks.pop, self.number))
+
+    def bind_layer(
+        self,
+        layer: int,
+        A: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        **options: Any,
+    ) -> LayerHandle:
+        """A layer with its weights, slots and options, :meth:`LayerStack.bind_layer`.
+
+        Outside of compiled code, which takes the handle as it takes this one.
+        """
+        return LayerHandle(self.stack.bind_layer(layer, A, D, dt_bias, **options), self.anchor)
 
     def step(
         self,
@@ -223,6 +242,40 @@ class StackHandle:
             self.stack.reset(slots, pad_slot_id)
 
 
+@dataclass(frozen=True, eq=False)
+class LayerHandle:
+    """A layer that compiled code can name; of :meth:`StackHandle.bind_layer`, whose anchor it has.
+
+    Keep it as long as compiled code uses it.
+    """
+
+    bound: BoundLayer
+    anchor: Tensor = field(repr=False)
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", next(_numbers))
+        _layers[self.number] = weakref.ref(self.bound, partial(_layers.pop, self.number))
+
+    def step(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        B: Tensor,
+        C: Tensor,
+        z: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One step, :meth:`BoundLayer.step`; returns `out`, a new tensor if None."""
+        if not _watched(x):
+            return self.bound.step(x, dt, B, C, z, out)
+        given = self.number, self.anchor, x, dt, B, C, z
+        if out is None:
+            return torch.ops.replayssm.layer_step.default(*given)
+        torch.ops.replayssm.layer_step.out(*given, out)
+        return out
+
+
 def _watched(tensor: Tensor) -> bool:
     """Whether calls must be operators, which compilers, tracers and dispatch modes see."""
     return _compiled() or _modes() > 0 or _traced() or type(tensor) is not torch.Tensor
@@ -234,10 +287,7 @@ _modes, _traced = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 
 _numbers = itertools.count()
 _stacks: dict[int, weakref.ref[LayerStack]] = {}
-
-
-def _forget(number: int, _: object) -> None:
-    del _stacks[number]
+_layers: dict[int, weakref.ref[BoundLayer]] = {}
 
 
 def _stack(number: int) -> LayerStack:
@@ -246,6 +296,14 @@ def _stack(number: int) -> LayerStack:
     if stack is None:
         raise ValueError(f"stack: expected the number of a live StackHandle, got {number}")
     return stack
+
+
+def _layer(number: int) -> BoundLayer:
+    found = _layers.get(number)
+    layer = None if found is None else found()
+    if layer is None:
+        raise ValueError(f"layer: expected the number of a live LayerHandle, got {number}")
+    return layer
 
 
 # The schemas: what is changed in place is marked (a!). Each has a version that runs, and one that
@@ -268,6 +326,7 @@ _STEP = f"""({_STACK}, int layer, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=True,
 Tensor? slots=None, int pad_slot_id=-1, Tensor? cu_seqlens=None, int? max_seqlen=None,
 Tensor? force_flush=None, bool enable_pdl=False, Tensor(b!)? cb_scaled=None,
 Tensor(c!)? cumAdt_vec=None, Tensor(d!)? cb_old=None, str algorithm="auto\""""
+_LAYER_STEP = "(int layer, Tensor(a!) anchor, Tensor x, Tensor dt, Tensor B, Tensor C, Tensor? z"
 _LENGTHS = "int? query_len=None, Tensor? query_lens=None"
 
 
@@ -332,6 +391,16 @@ def _stack_step(
     )  # fmt: skip
 
 
+def _layer_step(
+    layer: int, anchor: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None
+) -> Tensor:
+    return _layer(layer).step(x, dt, B, C, z)
+
+
+def _layer_step_out(layer: int, anchor: Tensor, *tokens_and_out: Any) -> None:
+    _layer(layer).step(*tokens_and_out)
+
+
 def _stack_advance(
     stack: int,
     anchor: Tensor,
@@ -377,6 +446,8 @@ def _operators() -> Any:
         (f"stack_step{_STEP}) -> Tensor", _stack_step, lambda *a, **_: _like_x(a[3])),
         (f"stack_step.out{_STEP}, *, Tensor(e!) out) -> ()", _without_result(_stack_step),
          _nothing),
+        (f"layer_step{_LAYER_STEP}=None) -> Tensor", _layer_step, lambda *a: _like_x(a[2])),
+        (f"layer_step.out{_LAYER_STEP}, Tensor(b!) out) -> ()", _layer_step_out, _nothing),
         (f"""stack_advance({_STACK}, Tensor? slots, Tensor num_accepted, {_LENGTHS}, *,
          Tensor? reset=None, Tensor? force_flush=None, int pad_slot_id=-1) -> ()""",
          _stack_advance, _nothing),

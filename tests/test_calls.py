@@ -455,7 +455,7 @@ def test_pointers_around_others_that_stay(put, recorder):
 
 
 def test_packing():
-    """Gaps of nulls are bridged, other pointers are left alone, and so is a record that fails."""
+    """Other pointers are left alone; after one that is wrong, all are written again."""
     record = plan.AdvanceRingParams(ring_start=64, query_lens=128)
     one = plan.Plan(keys.AdvanceRingKey(), (1, 1, 1), (1, 1, 1), record, Device("cpu"))
     views = {
@@ -472,11 +472,15 @@ def test_packing():
     expected = [64, 4, 8, 128, 16, None, 1, 24]
     assert [getattr(record, name) for name in names] == expected
     assert one.pointers == [4, 8, 16, 1, 12, 24]
+    right = one.pointers
     for wrong in ([0, 8, 16, 1, 12, 24], [4, 12, 16, 1, 12, 24], [4, 8, 24, 1, 12, 24],
                   [4, 8, 16, 1, 14, 24], [4, 8, 16, 1, 0, 24]):  # fmt: skip
         assert not packing.fill(one, wrong)
+        assert one.pointers is None
+        assert packing.fill(one, right)
         assert [getattr(record, name) for name in names] == expected
-    assert one.pointers == [4, 8, 16, 1, 12, 24]
+    assert packing.fill(one, [12, 8, 32, 1, 12, 24])
+    assert [getattr(record, name) for name in names] == [64, 12, 8, 128, 32, None, 1, 24]
 
 
 def test_snapshots_follow_their_scratch(put, recorder):

@@ -34,7 +34,7 @@ MAY_IMPORT = {
                  "vllm_cache"},
     "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
-    "layer_stack": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "errors",
+    "layer_stack": {"arrays", "bound_layer", "calls", "checked", "checks", "decode", "decode_checks", "errors",
                     "folds", "prefix_plan", "scratch", "slot_files", "slots", "snapshots",
                     "stack_arrays"},
     "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "formats",
@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds",
                "formats", "keys", "plan", "reference", "schedule", "scratch"},
     "schedule": {"arrays", "compiler", "keys"},
+    "bound_layer": {"calls", "checked", "stack_arrays"},
     "calls": {"arrays", "checked", "checks", "plan"},
     "checked": {"arrays", "decode_checks", "errors", "folds", "keys", "plan"},
     "folds": {"arrays", "compiler", "decode_checks", "errors", "keys", "plan", "reference"},
