@@ -57,23 +57,26 @@ def host_times() -> None:
     except ImportError as error:
         print(f"torch tensors: {error}")
     for kind, named in calls.items():
-        for name, call in named.items():
-            print(f"host time of {name} with {kind}: {host_time(call, _synchronize):.1f} us")
+        for name, time_of_it in host_times_of(named, _synchronize).items():
+            print(f"host time of {name} with {kind}: {time_of_it:.1f} us")
 
 
-def host_time(call: Callable[[], Any], synchronize: Callable[[], Any], number: int = 100) -> float:
-    """Median microseconds of a call, queued up to `number` deep."""
-    for _ in range(number):
-        call()
-    synchronize()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(number):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / number)
-        synchronize()
-    return float(np.median(times))
+def host_times_of(
+    calls: dict[str, Callable[[], Any]], synchronize: Callable[[], Any], number: int = 100
+) -> dict[str, float]:
+    """Median microseconds of each call, queued up to `number` deep.
+
+    The calls take turns, so that none is measured while the machine is slower than for another.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(21):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e6 / number)
+            synchronize()
+    return {name: float(np.median(each[1:])) for name, each in times.items()}  # one to warm up
 
 
 def _synchronize() -> None:
@@ -137,7 +140,7 @@ def _calls(
 
 
 def _operator_calls(stack: Any, inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """The same step through a handle, and as a torch operator."""
+    """The same step through handles, and as torch operators."""
     import torch
 
     from replayssm_cupy.torch_ops import StackHandle

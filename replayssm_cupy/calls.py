@@ -29,29 +29,29 @@ class Packing:
     vectors : names of those that must be aligned to 16 bytes; the others to their elements.
     """
 
-    __slots__ = ("_places", "_unknown")
+    __slots__ = ("_masks", "_unknown", "_words")
 
     def __init__(self, plan: Plan, views: dict[str, View], vectors: Iterable[str]) -> None:
         wide = set(vectors)
-        # Of each pointer its word in the record, and the low bits that must be 0. The kernel may
-        # have no use for an array that is checked.
-        self._places: list[tuple[int | None, int]] = []
+        self._words: list[int | None] = []  # their places in the record, None: not in it
+        self._masks: list[int] = []  # the low bits that must be 0
         for name, view in views.items():
             field = getattr(type(plan.record), name, None)
-            bytes_ = ALIGNMENT if name in wide else itemsize(view.dtype)
-            self._places.append((None if field is None else field.offset // 8, bytes_ - 1))
+            self._words.append(None if field is None else field.offset // 8)
+            self._masks.append((ALIGNMENT if name in wide else itemsize(view.dtype)) - 1)
         self._unknown = [None] * len(views)
 
     def fill(self, plan: Plan, pointers: list[int]) -> bool:
         """Writes the pointers that changed to the plan's record; False if one is not right."""
         known, words = plan.pointers or self._unknown, plan.words
         plan.pointers = None
-        for (place, mask), before, pointer in zip(self._places, known, pointers, strict=True):
-            if pointer != before:
-                if pointer & mask or not pointer:
+        for i, pointer in enumerate(pointers):
+            if pointer != known[i]:
+                if pointer & self._masks[i] or not pointer:
                     return False
-                if place is not None:
-                    words[place] = pointer
+                word = self._words[i]
+                if word is not None:
+                    words[word] = pointer
         plan.pointers = pointers
         return True
 
@@ -115,7 +115,8 @@ class SeenCall:
     ) -> None:
         self.query_len = query_len
         self._match, self._address = kinds.match, kinds.address
-        self._pick = _picker([i for i, array in enumerate(arrays.values()) if array is not None])
+        there = [i for i, array in enumerate(arrays.values()) if array is not None]
+        self._pick = _picker(there) if len(there) < len(arrays) else None
         self._empty: Callable[[], Any] | None = None
         if "out" in arrays and arrays["out"] is None and (x := views["x"]) is not None:
             self._empty = allocator_like(x)
@@ -129,7 +130,7 @@ class SeenCall:
         An `out` that is None is allocated. None, and nothing is done, if the arrays are not of
         the same kinds.
         """
-        given = self._pick(arrays)
+        given = arrays if self._pick is None else self._pick(arrays)
         if not self._match(*given):
             return None
         last = arrays[-1]

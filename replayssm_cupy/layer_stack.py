@@ -210,11 +210,10 @@ class LayerStack(StackArrays):
         cb_old: Any = None,
         algorithm: str = "auto",
     ) -> BoundLayer:
-        """A layer with its weights, slots and options, whose ``step(x, dt, B, C, z, out)`` is short.
+        """A layer with its weights, slots and options, for ``step(x, dt, B, C, z, out)``.
 
-        That is :meth:`step` for less host time: what stays the same is looked at here and at the
-        first step. These arrays are held, and may be written in place; their memory must stay
-        where it is, as for :meth:`bind`. Nothing is launched here.
+        That is :meth:`step` for less host time. The arrays given here are held and may be written
+        in place; their memory must stay where it is, as for :meth:`bind`. Nothing is launched.
 
         Raises as :meth:`step`; what depends on the tokens is checked when they come.
         """

@@ -147,7 +147,7 @@ class StackHandle:
     ) -> LayerHandle:
         """A layer with its weights, slots and options, :meth:`LayerStack.bind_layer`.
 
-        Outside of compiled code, which takes the handle as it takes this one.
+        Call it before compiled code runs, which can name the handle that it returns.
         """
         return LayerHandle(self.stack.bind_layer(layer, A, D, dt_bias, **options), self.anchor)
 

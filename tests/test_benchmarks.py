@@ -501,8 +501,10 @@ def test_host(numpy_for_cupy, monkeypatch, capsys):
     monkeypatch.setattr(host_side, "_torch_calls", no_torch)
     monkeypatch.setattr(host_side, "first_call", lambda: None)
     monkeypatch.setattr(
-        host_side, "host_time", lambda call, synchronize: 1.5 if call() is None else 2.5
-    )
+        host_side, "host_times_of", lambda calls, synchronize: {
+            name: 1.5 if call() is None else 2.5 for name, call in calls.items()
+        },
+    )  # fmt: skip
     assert bench.main(["host"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "torch tensors: torch finds no CUDA device"
@@ -565,11 +567,12 @@ def test_memory_that_grows_is_a_failure(capsys):
     assert capsys.readouterr().out.endswith("pool 3 used of 4\nmemory changed\n")
 
 
-def test_host_time_counts_calls():
+def test_host_times_count_calls_that_take_turns():
     calls, waits = [], []
-    us = host_side.host_time(lambda: calls.append(0), lambda: waits.append(0), 10)
-    assert (len(calls), len(waits)) == (10 * 21, 21)
-    assert 0 < us < 1000
+    named = {name: lambda name=name: calls.append(name) for name in "ab"}
+    times = host_side.host_times_of(named, lambda: waits.append(0), 10)
+    assert calls == (["a"] * 10 + ["b"] * 10) * 21 and len(waits) == 2 * 21
+    assert [*times] == ["a", "b"] and all(0 < us < 1000 for us in times.values())
 
 
 def test_the_layer_of_the_host_times_runs():

@@ -158,6 +158,20 @@ def an_advance(put):
     return ssm.advance_ring, arguments, {"slots", "reset", "force_flush"}
 
 
+def a_bound_layer(put):
+    stack = a_stack(put)
+    fixed = {name: array for name, array in tokens(put).items() if name in FIXED}
+    layer = stack.bind_layer(1, **fixed)
+
+    def arguments() -> dict[str, Any]:
+        return {name: array for name, array in tokens(put).items() if name not in FIXED}
+
+    return layer.step, arguments, {"z", "out"}
+
+
+FIXED = ("A", "D", "dt_bias", "slots")
+
+
 def a_stack_advance(put):
     stack = a_stack(put)
     return stack.advance, lambda: counts(put), {"slots", "reset", "force_flush"}
@@ -187,7 +201,10 @@ def a_snapshot_of_blocks(put):
     return stack.materialize_blocks, arguments, set()
 
 
-CALLS = (a_step, an_ssu, an_update, an_advance, a_stack_advance, a_snapshot, a_snapshot_of_blocks)
+WITH_OPTIONS = (
+    a_step, an_ssu, an_update, an_advance, a_stack_advance, a_snapshot, a_snapshot_of_blocks
+)  # fmt: skip
+CALLS = (*WITH_OPTIONS, a_bound_layer)
 
 
 @pytest.fixture
@@ -298,7 +315,7 @@ def test_every_change_is_noticed(make, put, recorder):
     assert len(errors) > 0.8 * len(before)
 
 
-@pytest.mark.parametrize("make", CALLS)
+@pytest.mark.parametrize("make", WITH_OPTIONS)
 def test_options_of_another_type_are_not_taken_for_equal(make, put, recorder):
     function, arguments, _ = make(put)
     given = arguments()
@@ -312,7 +329,7 @@ def test_options_of_another_type_are_not_taken_for_equal(make, put, recorder):
     assert recorder.launches[-1][0].record.pad_slot_id == 1
 
 
-@pytest.mark.parametrize("make", CALLS)
+@pytest.mark.parametrize("make", WITH_OPTIONS)
 def test_kinds_that_take_turns_are_all_remembered(make, put, recorder, unchecked):
     """Buffers of two layouts, for instance; of more than a few the latest are kept."""
     function, arguments, _ = make(put)
@@ -679,6 +696,104 @@ def test_a_bound_call_is_what_advance_follows(put, recorder):
         assert recorder.launches[-1][0].record.npredicted == length
 
 
+def bound_layer_of(stack: ssm.LayerStack, layer: int, given: dict[str, Any]) -> Callable[..., Any]:
+    """A step of a bound layer that takes some of the arrays, and x."""
+    fixed = {name: given[name] for name in FIXED}
+    bound = stack.bind_layer(layer, **fixed)
+    token = {name: array for name, array in given.items() if name not in FIXED}
+    return lambda **others: bound.step(**(token | others))
+
+
+def test_a_bound_layer_is_the_step(put, recorder):
+    """With what other calls gave it, whatever the order; its length is what advance follows."""
+    stack, given = a_stack(put), tokens(put)
+    stack.step(1, **given)
+    expected = recorder.latest()
+    step = bound_layer_of(stack, 1, given)
+    assert len(recorder.launches) == 1, "binding launches nothing"
+    short = {name: given[name][:, :1] for name in ("x", "dt", "B", "C", "z", "out")}
+    for others, length in (({}, 2), ({}, 2), (short, 1), (short, 1), ({}, 2)):
+        assert step(**others) is (others or given)["out"]
+        if not others:
+            assert recorder.latest() == expected
+        stack.advance(given["slots"], given["slots"])
+        assert recorder.launches[-1][0].record.npredicted == length
+
+
+def test_a_bound_layer_on_the_reference_path(put):
+    one, two = a_stack(put), a_stack(put)
+    given, mine = tokens(put), tokens(put)
+    step = bound_layer_of(one, 1, given)
+    for _ in range(5):
+        got, want = step(out=None), two.step(1, **mine)
+        assert type(got) is type(want) and (got == want).all() and (got != 0).any()
+        for stack, arrays in ((one, given), (two, mine)):
+            stack.advance(arrays["slots"], put(np.array([2, 1, 2], np.int32)))
+    assert (one.states[1] == two.states[1]).all() and (one.x_caches[1] == two.x_caches[1]).all()
+
+
+def test_a_bound_layer_takes_every_option(recorder):
+    """All that a step takes beside the tokens, in the same record."""
+    given = tokens(np.ndarray.copy)
+    joined = {name: given[name].reshape(1, BATCH * T, *given[name].shape[2:])
+              for name in ("x", "dt", "B", "C", "z", "out")}  # fmt: skip
+    fixed = {name: given[name] for name in FIXED} | {
+        "cu_seqlens": np.array([0, 1, 3, 3], np.int32), "max_seqlen": 2, "dt_softplus": False,
+        "pad_slot_id": 4, "pad_output": "keep", "force_flush": np.ones(BATCH, np.uint8),
+        "enable_pdl": True, "algorithm": "two-kernel",
+        **ssm.allocate_scratch(BATCH, H, like=given["x"]),
+    }  # fmt: skip
+    stack = a_stack(np.ndarray.copy)
+    stack.step(1, **joined, **fixed)
+    expected = recorder.latest()
+    layer = stack.bind_layer(1, **fixed)
+    for _ in range(2):
+        layer.step(**joined)
+        assert recorder.latest() == expected
+    assert stack._last_query_len is None
+
+
+def test_a_bound_layer_follows_its_stack(recorder):
+    """A seed that is replaced, and arrays that are read anew."""
+    stack = ssm.LayerStack(
+        1, S, H, P, G, N, max_window=6, npredicted=T, state_dtype="float16", device="cpu",
+        stochastic_rounding=True,
+    )  # fmt: skip
+    step = bound_layer_of(stack, 0, tokens(np.ndarray.copy))
+    for seed in (stack.rand_seed, np.array([5]), np.array([6])):
+        stack.rand_seed = seed
+        for _ in range(2):
+            step()
+            assert recorder.launches[-1][0].record.rand_seed == seed.ctypes.data
+    stack.states[0] = stack.states[0].copy()
+    stack.refresh()
+    for _ in range(2):
+        step()
+        assert recorder.launches[-1][0].record.state == stack.states[0].ctypes.data
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"layer": 2}, r"^layer: expected 0 to 1, got 2$"),
+    ({"A": None}, r"^A: expected an array of PyTorch, JAX, CuPy or NumPy, got NoneType$"),
+    ({"D": [1.0]}, r"^D: expected an array of PyTorch, JAX, CuPy or NumPy, got list$"),
+    ({"pad_slot_id": 1.0}, r"^pad_slot_id: expected an int, got"),
+    ({"algorithm": "fast"}, r"^algorithm: expected"),
+    ({"check": 2}, r"^check: expected False, True or"),
+    ({"pad_output": "none"}, r"^pad_output: expected"),
+])  # fmt: skip
+def test_binding_a_layer_checks_what_it_is_given(recorder, wrong, message):
+    stack, given = a_stack(np.ndarray.copy), tokens(np.ndarray.copy)
+    right = {name: given[name] for name in FIXED} | {"layer": 0}
+    with pytest.raises((TypeError, ValueError), match=message):
+        stack.bind_layer(**(right | wrong))
+    layer = stack.bind_layer(**(right | {"D": given["D"][:1]}))
+    token = [given[name] for name in ("x", "dt", "B", "C")]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^D: expected \(nheads,\) = \(4,\), got \(1,\)"):
+            layer.step(*token)
+    assert not recorder.launches
+
+
 def test_checked_mode_reaches_bound_and_repeated_calls(monkeypatch):
     """The environment asks for checks between two calls of a kind."""
     from host.launcher import HostLauncher
@@ -686,12 +801,17 @@ def test_checked_mode_reaches_bound_and_repeated_calls(monkeypatch):
     monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
     stack = ssm.LayerStack(1, S, H, P, G, N, max_window=6, npredicted=T, device="cpu")
     given = tokens(np.ndarray.copy)
-    bound = stack.bind(0, **given)
-    bound()
-    stack.step(0, **given)
+    bound, step = stack.bind(0, **given), bound_layer_of(stack, 0, given)
+    checked = stack.bind_layer(0, **{name: given[name] for name in FIXED}, check=True)
+    token = [given[name] for name in ("x", "dt", "B", "C")]
+    checked.step(*token)
+    for call in (bound, step, lambda: stack.step(0, **given)):
+        call()
     given["slots"][...] = 4  # three times
+    with pytest.raises(ssm.ReplaySSMError, match=r"^state_batch_indices: expected distinct"):
+        checked.step(*token)
     monkeypatch.setenv("REPLAYSSM_CHECK", "1")
-    for call in (bound, lambda: stack.step(0, **given)):
+    for call in (bound, step, lambda: stack.step(0, **given)):
         with pytest.raises(ssm.ReplaySSMError, match=r"^state_batch_indices: expected distinct"):
             call()
 

@@ -34,9 +34,9 @@ MAY_IMPORT = {
                  "vllm_cache"},
     "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
-    "layer_stack": {"arrays", "bound_layer", "calls", "checked", "checks", "decode", "decode_checks", "errors",
-                    "folds", "prefix_plan", "scratch", "slot_files", "slots", "snapshots",
-                    "stack_arrays"},
+    "layer_stack": {"arrays", "bound_layer", "calls", "checked", "checks", "decode",
+                    "decode_checks", "errors", "folds", "prefix_plan", "scratch", "slot_files",
+                    "slots", "snapshots", "stack_arrays"},
     "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "formats",
                      "keys", "plan", "snapshots"},
     "vllm_cache": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "errors",
@@ -86,7 +86,7 @@ MAY_IMPORT = {
     "jax_calls": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "scratch",
                   "slots", "snapshots", "stack_arrays"},
     "torch": {"checks", "keys", "layer_stack", "torch_ops"},
-    "torch_ops": {"arrays", "formats", "keys", "layer_stack", "ops", "slots"},
+    "torch_ops": {"arrays", "bound_layer", "formats", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function, or

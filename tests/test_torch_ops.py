@@ -196,11 +196,40 @@ def test_stack_of_new_tensors(device, state_dtype):
     assert torch.isfinite(out.float()).all() and out[:2].any()
 
 
+def test_bound_layers_are_the_stack(device):
+    """With and without out, by their method and by both operators; in inference mode too."""
+    handle, stack = handle_on(device), handle_on(device).stack
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+    slots, A = stack_tokens(device)[1]["slots"], stack_tokens(device)[0][2]
+    layers = [handle.bind_layer(i, A, A * 2, A / 3, slots=slots) for i in range(LAYERS)]
+    assert all(layer.anchor is handle.anchor for layer in layers)
+    for seed in range(6):
+        (x, dt, _, B, C), _ = stack_tokens(device, seed)
+        for i, layer in enumerate(layers):
+            z = B.new_ones(x.shape) if seed % 2 else None
+            with torch.inference_mode(seed > 3):
+                named, out = (layer.number, layer.anchor, x, dt, B, C), torch.empty_like(x)
+                if seed % 3 == 0:
+                    got = layer.step(x, dt, B, C, z)
+                elif seed % 3 == 1:
+                    got = OPS.layer_step(*named, z)
+                else:
+                    assert layer.step(x, dt, B, C, z, out) is out
+                    assert OPS.layer_step.out(*named, z, out) is None
+                    got = out
+            for _ in range(2 if seed % 3 == 2 else 1):
+                want = stack.step(i, x, dt, A, B, C, A * 2, z, A / 3, slots=slots)
+            assert_equal([get(got)], [get(want)])
+        handle.advance(slots, accepted)
+        stack.advance(slots, accepted)
+    assert_equal(contents(handle.stack), contents(stack))
+
+
 # --- Schemas -------------------------------------------------------------------------------------
 
 
 def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], Any]:
-    """Arguments of a call of each operator, and the handle that keeps the stack alive."""
+    """Arguments of a call of each operator, and the handles that keep them alive."""
     handle = handle_on(device)
     stack, pools = handle.stack, pools_on(device)
     stack.prev_num_accepted_tokens.fill_(3)  # a flush would not be the same when it is repeated
@@ -214,6 +243,8 @@ def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], An
     cursors = stack.ring_start.clone(), stack.prev_num_accepted_tokens.clone()
     sizes = {"max_window": 6, "ring_buffer_len": 8}
     copies = torch.tensor([0, 3, -1], dtype=torch.int32, device=device)
+    layer = handle.bind_layer(1, tokens[2], slots=slots)
+    of_layer = (layer.number, layer.anchor, *tokens[:2], *tokens[3:])
     return {
         "checkpointing_ssu.default": ((*pools.values(), *given), options),
         "checkpointing_ssu.out": ((*pools.values(), *given), options | {"out": out}),
@@ -222,10 +253,12 @@ def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], An
         "advance_ring.default": ((*cursors, accepted, 2, None, slots), sizes),
         "stack_step.default": ((*named, 1, *tokens), stack_options),
         "stack_step.out": ((*named, 0, *tokens), stack_options | {"out": torch.empty_like(out)}),
+        "layer_step.default": (of_layer, {}),
+        "layer_step.out": ((*of_layer, None, torch.empty_like(out)), {}),
         "stack_advance.default": ((*named, slots, nothing, 2), {}),
         "stack_materialize.default": ((*named, slots, copies, nothing), {}),
         "stack_reset.default": ((*named, copies), {}),
-    }, handle
+    }, (handle, layer)
 
 
 NAMES = (
@@ -236,6 +269,8 @@ NAMES = (
     "advance_ring.default",
     "stack_step.default",
     "stack_step.out",
+    "layer_step.default",
+    "layer_step.out",
     "stack_advance.default",
     "stack_materialize.default",
     "stack_reset.default",
@@ -267,28 +302,38 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def every_method(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any]) -> Any:
+def every_method(
+    handle: torch_ops.StackHandle,
+    layer: torch_ops.LayerHandle,
+    given: list[Any],
+    options: dict[str, Any],
+) -> Any:
     slots, out = options["slots"], torch.empty_like(given[0])
     first = handle.step(0, *given, **options)
     assert handle.step(1, *given, **options, out=out) is out
+    second, given = torch.empty_like(out), [*given[:2], *given[3:]]
+    third = layer.step(*given)
+    assert layer.step(*given, given[0], second) is second
     handle.advance(slots, torch.ones_like(slots), 2)
     handle.materialize(slots, slots, torch.zeros_like(slots))
     handle.reset(slots)
     handle.reset()
-    return first, out
+    return first, out, second, third
 
 
-METHODS = ["stack_step.default", "stack_step.out", "stack_advance.default",
-           "stack_materialize.default", "stack_reset.default", "stack_reset.default"]  # fmt: skip
+METHODS = ["stack_step.default", "stack_step.out", "layer_step.default", "layer_step.out",
+           "stack_advance.default", "stack_materialize.default", "stack_reset.default",
+           "stack_reset.default"]  # fmt: skip
 
 
 def test_dispatch_modes_see_operators(device):
     """Eagerly the methods are the stack's own; the results are the same."""
     watched, eager = handle_on(device), handle_on(device)
     given, options = stack_tokens(device)
-    expected = every_method(eager, given, options)
+    layers = [handle.bind_layer(1, given[2], slots=options["slots"]) for handle in (watched, eager)]
+    expected = every_method(eager, layers[1], given, options)
     with Seen() as seen:
-        results = every_method(watched, given, options)
+        results = every_method(watched, layers[0], given, options)
     assert seen.names == METHODS
     assert_equal([*map(get, results)], [*map(get, expected)])
     assert_equal(contents(watched.stack), contents(eager.stack))
@@ -299,10 +344,11 @@ def test_tracers_see_operators():
 
     handle = handle_on("cpu")
     given, options = stack_tokens("cpu")
+    layer = handle.bind_layer(1, given[2], slots=options["slots"])
     before = contents(handle.stack)
     for mode in ("fake", "symbolic"):
         trace = make_fx(
-            lambda *tensors: every_method(handle, tensors, options), tracing_mode=mode,
+            lambda *tensors: every_method(handle, layer, tensors, options), tracing_mode=mode,
             _allow_non_fake_inputs=True,
         )  # fmt: skip
         graph = trace(*given)
@@ -314,6 +360,10 @@ def test_tracers_see_operators():
         lambda x: handle.step(0, x, *given[1:], **options), given[0], check_trace=False
     )
     assert "replayssm::stack_step" in str(traced.graph)
+    traced = torch.jit.trace(
+        lambda x: layer.step(x, given[1], *given[3:]), given[0], check_trace=False
+    )
+    assert "replayssm::layer_step" in str(traced.graph)
 
 
 def test_fake_tensors_have_shapes_alone():
@@ -364,6 +414,41 @@ def test_compiled_loop(device, backend):
     assert not handle.anchor.any()
 
 
+def layer_loop(handle: torch_ops.StackHandle, layers: list[Any], given: list[Any], accepted: Any):
+    """Steps of bound layers around moves of the cursors; one writes a given out."""
+    x, dt, B, C = given
+    first = [layer.step(x, dt, B, C, x) for layer in layers]
+    handle.advance(None, accepted, query_len=2)
+    first.append(layers[1].step(x, dt, B, C, out=torch.empty_like(x)))
+    handle.advance(None, accepted, query_len=2)
+    return torch.stack([*first, layers[0].step(x, dt, B, C)]).float() * 2
+
+
+def layers_of(handle: torch_ops.StackHandle, A: Any, slots: Any) -> list[torch_ops.LayerHandle]:
+    return [handle.bind_layer(i, A, slots=slots) for i in range(LAYERS)]
+
+
+def layer_tokens(device: str, seed: int = 1) -> list[Any]:
+    given = stack_tokens(device, seed)[0]
+    return [*given[:2], *given[3:]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_loop_of_bound_layers(device, backend):
+    torch.compiler.reset()
+    handle, eager = handle_on(device), handle_on(device)
+    given, options = stack_tokens(device)
+    mine, theirs = (layers_of(one, given[2], options["slots"]) for one in (handle, eager))
+    compiled = torch.compile(layer_loop, fullgraph=True, backend=backend)
+    accepted = torch.tensor([2, 1, 0, 1, 2], dtype=torch.int32, device=device)
+    for seed in range(3):
+        given = layer_tokens(device, seed)
+        out = compiled(handle, mine, given, accepted)
+        assert_equal([get(out)], [get(layer_loop(eager, theirs, given, accepted))])
+        assert_equal(contents(handle.stack), contents(eager.stack))
+    assert not handle.anchor.any()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_functions_change_the_callers_tensors(device, backend):
     torch.compiler.reset()
@@ -401,6 +486,23 @@ def test_handles_that_are_gone():
     assert number not in torch_ops._stacks
     with pytest.raises(ValueError, match=rf"^stack: .* a live StackHandle, got {number}$"):
         OPS.stack_reset(number, anchor)
+
+
+def test_bound_layers_that_are_gone():
+    """A layer keeps its stack alive, not the other way round."""
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    layer = handle.bind_layer(0, given[2], slots=options["slots"])
+    token, number, anchor = layer_tokens("cpu"), layer.number, layer.anchor
+    del handle
+    gc.collect()
+    assert layer.step(*token).shape == token[0].shape
+    del layer
+    gc.collect()
+    assert number not in torch_ops._layers
+    for call in (OPS.layer_step, lambda *a: OPS.layer_step.out(*a, None, token[0].clone())):
+        with pytest.raises(ValueError, match=rf"^layer: .* a live LayerHandle, got {number}$"):
+            call(number, anchor, *token)
 
 
 def test_stack_of_other_arrays():
@@ -447,6 +549,36 @@ def test_cuda_graph_and_side_stream():
         side.synchronize()
         assert_equal([get(out)], [get(right)])
         assert_equal(contents(captured.stack), contents(eager.stack))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bound_layers_in_cuda_graphs(compiled):
+    """Captured by hand, and by torch.compile."""
+    torch.compiler.reset()
+    mine, eager = handle_on("cuda"), handle_on("cuda")
+    given, options = stack_tokens("cuda")
+    layers, theirs = (layers_of(one, given[2], options["slots"]) for one in (mine, eager))
+    given = layer_tokens("cuda")
+    accepted = torch.tensor([2, 1, 0, 1, 2], dtype=torch.int32, device="cuda")
+    warm = handle_on("cuda")
+    layer_loop(warm, layers_of(warm, stack_tokens("cuda")[0][2], options["slots"]), given, accepted)
+    if compiled:
+        step = torch.compile(layer_loop, fullgraph=True, mode="reduce-overhead")
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer_loop(mine, layers, given, accepted)
+    for seed in range(6):
+        for here, new in zip(given, layer_tokens("cuda", seed), strict=True):
+            here.copy_(new)
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+            out = step(mine, layers, given, accepted).clone()
+        else:
+            graph.replay()
+        assert_equal([get(out)], [get(layer_loop(eager, theirs, given, accepted))])
+    assert_equal(contents(mine.stack), contents(eager.stack))
 
 
 @pytest.mark.gpu
