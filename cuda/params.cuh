@@ -54,7 +54,8 @@ struct CheckpointingSsuParams {
   int64_t out_batch_stride, out_token_stride, out_head_stride;
   int64_t slots_stride, force_flush_stride;
   int64_t pad_slot_id;
-  int64_t inverse_items_of_sequence, inverse_items_of_group;  // as `divide` takes them
+  // As `divide` takes them.
+  int64_t inverse_items_of_sequence, inverse_items_of_group, inverse_heads_per_group;
   int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
   int max_window, ring_buffer_len;
   int slots_type;                             // IndexType
@@ -64,11 +65,13 @@ struct CheckpointingSsuParams {
   int zero_padding;                           // 1: rows of `out` of padding become 0
   int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
   int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
-  // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
-  // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
+  // Of the small form: warps for the state, and how many times four rows of a head each takes; rows
+  // of a block; ring rows that it looks at, and whether they are all of the ring, by their places.
+  int state_warps, quads, rows_of_block, ring_rows, by_place;
+  // Bytes of a warp's share of shared memory behind the list, and in it the places of the parts, as
+  // replayssm_cupy/schedule.py lays them out.
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
-  int at_cursors;
 };
 
 struct SelectiveStateUpdateParams {

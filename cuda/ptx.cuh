@@ -110,6 +110,17 @@ __device__ __forceinline__ int atomic_add_shared(smem_t address, int v) {
   return before;
 }
 
+// Named barriers: `threads` of a block meet at barrier kId, those that only arrive go on at once.
+template <int kId>
+__device__ __forceinline__ void barrier_sync(unsigned threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+
+template <int kId>
+__device__ __forceinline__ void barrier_arrive(unsigned threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+
 // Copies 16 or 4 bytes in the background. A thread's copies since its last commit are one group.
 __device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
@@ -163,6 +174,16 @@ __device__ __forceinline__ void grid_dependency_wait() {
 // Lets the next kernel in the stream start; it waits for itself.
 __device__ __forceinline__ void grid_dependency_launch() {
   PTX_SM90("griddepcontrol.launch_dependents;");
+}
+
+// ---- registers ----------------------------------------------------------------------------------
+
+// Zero, which the compiler takes for a number of each lane's own: what is computed from it, and
+// loaded from there, stays out of the registers of the whole warp, from which it would be copied.
+__device__ __forceinline__ unsigned zero_of_lane() {
+  unsigned lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane >> 5;
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------

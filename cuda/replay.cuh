@@ -48,13 +48,33 @@ __device__ __forceinline__ int ring_row(int ring_start, int j, int ring_buffer_l
   return row >= ring_buffer_len ? row - ring_buffer_len : row;
 }
 
-// The slot of a batch row, or -1 for padding.
+// The slot of a batch row as it is given, and what it means: apart, so that whatever does not need
+// the slot can be asked for in between.
+struct GivenSlot {
+  int low, high;
+
+  template <class Params>
+  __device__ __forceinline__ GivenSlot(const Params& params, int row) : low(row), high(0) {
+    if (params.slots == nullptr) return;
+    const int words = params.slots_type == kInt64 ? 2 : 1;
+    const int* from = static_cast<const int*>(params.slots) + words * (row * params.slots_stride);
+    low = from[0];
+    if (words == 2) high = from[1];
+  }
+
+  // -1 for padding.
+  template <class Params>
+  __device__ __forceinline__ int slot(const Params& params) const {
+    const int sign = params.slots_type == kInt64 ? high : low >> 31;
+    const int64_t given = static_cast<int64_t>(sign) << 32 | static_cast<unsigned>(low);
+    const bool pads = params.slots != nullptr && given == params.pad_slot_id;
+    return pads || given < 0 || given >= params.num_slots ? -1 : low;
+  }
+};
+
 template <class Params>
-__device__ __forceinline__ int64_t find_slot(const Params& params, int row) {
-  if (params.slots == nullptr) return row < params.num_slots ? row : -1;
-  const int64_t slot =
-      convert::load_index(params.slots, row * params.slots_stride, params.slots_type);
-  return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
+__device__ __forceinline__ int find_slot(const Params& params, int row) {
+  return GivenSlot(params, row).slot(params);
 }
 
 // The rows of a step, read out in one or two products over 16 rows: the old rows and then the new
@@ -319,13 +339,13 @@ __device__ __forceinline__ uint4 encode_piece_of_row(const float2 (&v)[8 / sizeo
   return encode_stochastically<State>(piece, rounding, offset);
 }
 
-// Encodes the lane's pieces of one row of an 8-bit state, and its scale. `to` is the lane's first
-// piece, `offset` that piece's place in the storage; pieces lie four apart.
+// Encodes the lane's pieces of one row of an 8-bit state. `to` is the first of them, `offset` its
+// place in the storage; pieces lie four apart.
 template <class State, bool kStochastic, int kPieces>
-__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
-                                                 const float2 (&v)[kPieces * 8],
-                                                 const Rounding& rounding, const Lane& lane) {
-  const convert::RowScale row = convert::row_scale<State>(of_row(largest(v)));
+__device__ __forceinline__ void store_scaled_pieces(State* to, int64_t offset,
+                                                    const float2 (&v)[kPieces * 8],
+                                                    const convert::RowScale& row,
+                                                    const Rounding& rounding) {
 #pragma unroll
   for (int J = 0; J < kPieces; ++J) {
     float2 piece[8];
@@ -335,6 +355,15 @@ __device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_
     *reinterpret_cast<uint4*>(to + 64 * J) = make_uint4(row.stored(codes.x), row.stored(codes.y),
                                                         row.stored(codes.z), row.stored(codes.w));
   }
+}
+
+// All of a row, and its scale.
+template <class State, bool kStochastic, int kPieces>
+__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
+                                                 const float2 (&v)[kPieces * 8],
+                                                 const Rounding& rounding, const Lane& lane) {
+  const convert::RowScale row = convert::row_scale<State>(of_row(largest(v)));
+  store_scaled_pieces<State, kStochastic, kPieces>(to, offset, v, row, rounding);
   if (lane.t == 0) *scale = row.decode;
 }
 

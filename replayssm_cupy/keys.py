@@ -50,7 +50,7 @@ class CheckpointingSsuKey:
 
 @dataclass(frozen=True, slots=True)
 class SmallCheckpointingSsuKey(CheckpointingSsuKey):
-    """The same step in the form for few heads."""
+    """The same step in the form for few heads; `token_tiles` are the tokens it does at once."""
 
     source: ClassVar[str] = "checkpointing_ssu_small.cu"
     kernel: ClassVar[str] = "checkpointing_ssu_small"
@@ -67,7 +67,8 @@ def replay_keys(
     tiles = max(1, -(-tokens // TOKENS_PER_TILE))
     case = state_dtype, activation_dtype, dstate, tiles
     streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
-    small = SmallCheckpointingSsuKey(*case)
+    at_once = 1 if tokens == 1 else 2 if dstate > 128 else 4
+    small = SmallCheckpointingSsuKey(state_dtype, activation_dtype, dstate, at_once)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
 
 

@@ -58,13 +58,14 @@ class CheckpointingSsuParams(ctypes.Structure):
             ring_start_stride prev_num_accepted_tokens_stride"""
             + _TOKEN_STRIDES
             + """ force_flush_stride pad_slot_id
-            inverse_items_of_sequence inverse_items_of_group""",
+            inverse_items_of_sequence inverse_items_of_group inverse_heads_per_group""",
         ),
         *_fields(
             ctypes.c_int32,
             f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_sequence items_of_group bytes_of_share at_group at_head
-            at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors""",
+            heads_of_item items_of_sequence items_of_group
+            state_warps quads rows_of_block ring_rows by_place bytes_of_share at_group at_head
+            at_outputs at_products at_scales_of_C at_dt at_weights at_scales""",
         ),
     ]
 

@@ -7,6 +7,7 @@ the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .arrays import Device, itemsize
 from .compiler import import_cupy
@@ -22,6 +23,13 @@ SLAB = 16  # rows p of a head in one tile of state
 STAGES = 2  # of slabs, on their way or in use
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
+
+# Of the small form: rows p that a warp takes at once and a block has at most, ring rows that its
+# lanes count by places, for one token and for more, and its shared memory for more and for one.
+ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
+MOST_PLACES_OF_ONE, MOST_PLACES = 19, 32
+FOLDING_WARPS = 8  # that a slab of 8-bit rows may take
+SMALL_BYTES = 5280, 2240
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +93,7 @@ def schedule(
             f"x_cache: expected at most {MAX_RING_ROWS} ring rows, got {step.ring_buffer_len}"
         )
     keys = replay_keys(state_dtype, activation_dtype, dstate, step.tokens)
-    order = [
-        (_small if isinstance(key, SmallCheckpointingSsuKey) else _stream)(key, step, on)
-        for key in keys
-    ]
+    order = [_schedule(key, step, on) for key in keys]
     if prefers_small(keys[0], step, on):
         order.reverse()
     for launch in order:
@@ -99,6 +104,11 @@ def schedule(
         f"x_cache: expected a ring and tokens that fit into {on.shared_bytes} bytes of shared "
         f"memory, got {step.ring_buffer_len} rows and {step.tokens} tokens, which need {needed}"
     )
+
+
+def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    small = isinstance(key, SmallCheckpointingSsuKey)
+    return _small(key, step, on) if small else _stream(key, step, on)
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -166,31 +176,59 @@ def inverse(divisor: int) -> int:
     return -(-(1 << 44) // divisor)
 
 
-def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
-    heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
-    slabs = all_slabs
-    most = 6 if key.dstate > 128 else 8  # kMostSlabs
+class Spread(NamedTuple):
+    """Of a block in the small form: warps for the state, and how often each takes four rows."""
 
-    def share_of(slabs: int) -> dict[str, int]:
-        return _share(
-            key, step, step.ring_buffer_len,
-            state_bytes=slabs * SLAB * key.dstate * itemsize(key.state_dtype),
-            head_tiles=1,
-            heads=1,
-            dt_rows=step.ring_buffer_len + step.tokens,
-            scales=slabs * SLAB,
-        )  # fmt: skip
+    state_warps: int
+    quads: int
 
-    while slabs > 1 and (
-        slabs > most
-        or 2 * heads * -(-all_slabs // slabs) <= on.count
-        or share_of(slabs)["bytes_of_share"] > on.shared_bytes
-    ):
-        slabs = -(-slabs // 2)
-    share, parts = share_of(slabs), -(-all_slabs // slabs)
-    size = share["bytes_of_share"]
-    return Schedule(key, (step.batch, step.nheads, parts), 32 * (slabs + 2), size, share)
+    @property
+    def rows(self) -> int:
+        return ROWS_OF_WARP * self.state_warps * self.quads
+
+
+def most_quads(key: SmallCheckpointingSsuKey) -> int:
+    """kMostQuads."""
+    row = key.dstate * itemsize(key.state_dtype)
+    quads = 4 if row < 512 else 2 if row < 1024 else 1
+    return quads if key.token_tiles == 1 else max(1, quads // 2)
+
+
+def spread_small(
+    key: SmallCheckpointingSsuKey, step: Step, on: Processor, most_warps: int
+) -> Spread:
+    """Short blocks while all of them run at once, else more rows that share a block's weights."""
+    quads = most_quads(key)
+    short = Spread(most_warps if step.head_dim % 32 == 0 else 4, 1)
+    if quads == 1 or step.batch * step.nheads * -(-step.head_dim // short.rows) <= 2 * on.count:
+        return short
+    parts = -(-step.head_dim // MOST_ROWS_OF_BLOCK)
+    rows = min(-(-step.head_dim // parts // SLAB) * SLAB, ROWS_OF_WARP * most_warps * quads)
+    return Spread(rows // (ROWS_OF_WARP * quads), quads)
+
+
+def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """A block has some rows of one head: warps that read the state, and warps that weigh rows.
+
+    The latter have a row of the ring or a token for every eight lanes. A ring that is longer than
+    kernels count by places goes by its live rows.
+    """
+    by_place = step.ring_buffer_len <= (MOST_PLACES_OF_ONE if key.token_tiles == 1 else MOST_PLACES)
+    ring_rows = step.ring_buffer_len if by_place else step.max_window
+    weight_warps = -(-(ring_rows + step.tokens) // ROWS_OF_WARP)
+    spread = spread_small(key, step, on, 8 if weight_warps <= 8 else 4)
+    weight_warps = max(weight_warps, FOLDING_WARPS - spread.state_warps)
+    fields = {
+        "state_warps": spread.state_warps,
+        "quads": spread.quads,
+        "rows_of_block": spread.rows,
+        "ring_rows": ring_rows,
+        "by_place": int(by_place),
+        "inverse_heads_per_group": inverse(step.heads_per_group),
+    }
+    grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
+    threads = 32 * (spread.state_warps + weight_warps)
+    return Schedule(key, grid, threads, SMALL_BYTES[key.token_tiles == 1], fields)
 
 
 def _share(
@@ -241,7 +279,7 @@ def _round_up(size: int, unit: int) -> int:
 
 def typical(key: CheckpointingSsuKey, shared_bytes: int) -> Schedule:
     """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
-    tokens = TOKENS_PER_TILE * (key.token_tiles - 1) + 1
     small = isinstance(key, SmallCheckpointingSsuKey)
+    tokens = key.token_tiles if small else TOKENS_PER_TILE * (key.token_tiles - 1) + 1
     step = Step(1 if small else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
-    return (_small if small else _stream)(key, step, Processor(132, shared_bytes))
+    return _schedule(key, step, Processor(132, shared_bytes))

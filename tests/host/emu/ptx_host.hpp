@@ -96,6 +96,17 @@ inline uint4 load_shared16(smem_t address) { return *reinterpret_cast<const uint
 inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
 
+inline unsigned zero_of_lane() { return 0; }
+
+template <int kId>
+void barrier_sync(unsigned threads) {
+  emu::named_barrier(kId, threads, true);
+}
+template <int kId>
+void barrier_arrive(unsigned threads) {
+  emu::named_barrier(kId, threads, false);
+}
+
 inline void expect_aligned(const char* name, const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % 16)
     throw emu::Error(std::string(name) + ": an address is not 16-byte aligned");
