@@ -21,11 +21,13 @@ constexpr int kMostRowsOfBlock = 64;  // p
 constexpr uint32_t kUnseen = 0xffffffffu;
 
 // The rows of a step: those of the ring by their places, then the new tokens. A lane has every
-// eighth of them.
+// eighth of them, and keeps three.
+constexpr int kRowsKept = 3;
+
 template <int kTokens>
 struct StepRows {
   static constexpr int kMostTokens = kTokens == 1 ? 1 : 16;
-  static constexpr int kOfLane = kTokens == 1 ? 3 : 6, kCount = kLanesOfRow * kOfLane;
+  static constexpr int kCount = kTokens == 1 ? 24 : 48;
   static constexpr int kRingRowsOfLane = kTokens == 1 ? 3 : 4;
 };
 
@@ -49,11 +51,15 @@ struct Pieces {
   static constexpr int kColumns = kBytes / sizeof(T), kCount = kDstate / kLanesOfRow / kColumns;
   __device__ __forceinline__ static uint4 load(const T* row, int n) {
     const T* piece = row + kLanesOfRow * kColumns * n;
-    if constexpr (kBytes == 16) return *reinterpret_cast<const uint4*>(piece);
-    const uint2 half = *reinterpret_cast<const uint2*>(piece);
+    if constexpr (kBytes == 16) return ptx::ld_global_v4(piece);
+    const uint2 half = ptx::ld_global_v2(piece);
     return make_uint4(half.x, half.y, 0, 0);
   }
 };
+
+__device__ __forceinline__ float load_float(const float* p) {
+  return __uint_as_float(ptx::ld_global_u32(p));
+}
 
 template <int kWords>
 __device__ __forceinline__ void load_words(uint32_t (&words)[kWords], const void* from) {
@@ -112,12 +118,17 @@ struct Block {
         group(divide(head, p.inverse_heads_per_group)),
         first_row(blockIdx.z * p.rows_of_block),
         given(p, blockIdx.x + ptx::zero_of_lane()) {
+    ptx::keep_order();
     request = find_tokens(p, blockIdx.x);
   }
 
   __device__ __forceinline__ bool is_padding() {
     request.slot = given.slot(params);
     return request.slot < 0;
+  }
+  // What lies at the sequence is found anew in each pass: it would fill registers.
+  __device__ __forceinline__ void forget_addresses() {
+    if constexpr (kTokens > 1) request.row = ptx::opaque(request.row);
   }
   // In a pass that ends behind the last token that one stands in.
   __device__ __forceinline__ int token(int t) const {
@@ -139,9 +150,10 @@ struct Block {
 
   // ---- weight warps -----------------------------------------------------------------------------
 
-  // Where the lane's rows lie in the slot's rings.
-  struct Offsets {
-    int64_t B, dt, ring_dt[Rows::kRingRowsOfLane];
+  // Rows of a ring but for the slot: the lane's own one of B and dt, and every eighth of dt.
+  struct RingRows {
+    const Act* B;
+    const float *dt, *every_eighth[Rows::kRingRowsOfLane];
   };
 
   // A row of the step, of the ring or a token: `behind` is the sum of dt of the live ring rows
@@ -160,15 +172,22 @@ struct Block {
     int start, live;
   };
 
-  __device__ __forceinline__ Offsets find_rows(int first, int mine) const {
-    Offsets offsets;
-    offsets.B = ring_offset(first, mine, params.B_cache_row_stride);
-    offsets.dt = ring_offset(first, mine, params.dt_cache_row_stride);
+  // If row 0 lies at place `first`. The row of a new token is the token.
+  __device__ __forceinline__ RingRows find_rows(int first, const Row& mine) const {
+    const float* dt = dt_ring(params, 0, head);
+    RingRows rows;
+    rows.B =
+        B_ring<Act>(params, 0, group) + ring_offset(first, mine.index, params.B_cache_row_stride);
+    if (mine.token >= 0) rows.B = B_of_token<Act>(params, request, group, token(mine.token));
+    rows.B = ptx::computed_now(rows.B + TokenPieces::kColumns * lane);
+    rows.dt = ptx::computed_now(dt + ring_offset(first, mine.index, params.dt_cache_row_stride));
 #pragma unroll
     for (int n = 0; n < Rows::kRingRowsOfLane; ++n) {
-      offsets.ring_dt[n] = ring_offset(first, kLanesOfRow * n + lane, params.dt_cache_row_stride);
+      const int r = kLanesOfRow * n + lane;
+      rows.every_eighth[n] =
+          ptx::computed_now(dt + ring_offset(first, r, params.dt_cache_row_stride));
     }
-    return offsets;
+    return rows;
   }
 
   __device__ __forceinline__ void load_C(Inputs& in, int first) const {
@@ -184,13 +203,13 @@ struct Block {
 
   // The lane has 16 bytes of the block's part of x.
   __device__ __forceinline__ bool has_x() const { return 8 * lane < rows_of_block(); }
+  __device__ __forceinline__ uint4 load_x(int own) const {
+    const Act* x = x_of_token<Act>(params, request, head, token(own)) + first_row;
+    return reinterpret_cast<const uint4*>(x)[lane];
+  }
 
-  __device__ __forceinline__ void ask_for_tokens(Inputs& in, int own) const {
-    in.A = convert::load_bits(params.A, head * params.A_stride, params.A_type);
-    in.D = in.dt_bias = 0;
-    if (params.D != nullptr) {
-      in.D = convert::load_bits(params.D, head * params.D_stride, params.D_type);
-    }
+  __device__ __forceinline__ void ask_for_tokens(Inputs& in) const {
+    in.dt_bias = 0;
     if (params.dt_bias != nullptr) {
       in.dt_bias =
           convert::load_bits(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
@@ -205,31 +224,38 @@ struct Block {
             convert::load_bits(params.dt, dt_of_token(params, request, head, t), params.dt_type);
       }
     }
-    if (own >= 0 && own < request.window.q && has_x()) {
-      const Act* x = x_of_token<Act>(params, request, head, token(own)) + first_row;
-      in.x = reinterpret_cast<const uint4*>(x)[lane];
-    }
   }
 
-  __device__ __forceinline__ void ask_for_slot(Inputs& in, const Offsets& offsets, int own) const {
-    const unsigned slot = request.slot;
-    in.start = *ring_start_of(params, slot);
-    in.live = *live_rows_of(params, slot);
-    if (own < request.window.q) {
-      const Act* B = own < 0 ? B_ring<Act>(params, slot, group) + offsets.B
-                             : B_of_token<Act>(params, request, group, token(own));
-#pragma unroll
-      for (int n = 0; n < TokenPieces::kCount; ++n) {
-        in.B[n] = TokenPieces::load(B + TokenPieces::kColumns * lane, n);
-      }
+  // What is used last.
+  __device__ __forceinline__ void ask_for_rest(Inputs& in, int own) const {
+    in.A = convert::load_bits(params.A, head * params.A_stride, params.A_type);
+    in.D = 0;
+    if (params.D != nullptr) {
+      in.D = convert::load_bits(params.D, head * params.D_stride, params.D_type);
     }
-    const float* dt = dt_ring(params, slot, head);
+    if (kTokens == 1 && own >= 0 && own < request.window.q && has_x()) in.x = load_x(own);
+  }
+
+  __device__ __forceinline__ void ask_for_slot(Inputs& in, const RingRows& rows,
+                                               const Row& mine) const {
+    const unsigned slot = request.slot;
+    in.start = ptx::ld_global_u32(ring_start_of(params, slot));
+    in.live = ptx::ld_global_u32(live_rows_of(params, slot));
+    const bool of_ring = mine.token < 0;
+    const Act* B = rows.B + (of_ring ? slot * params.B_cache_slot_stride : 0);
+    if (mine.token < request.window.q) {
+#pragma unroll
+      for (int n = 0; n < TokenPieces::kCount; ++n) in.B[n] = TokenPieces::load(B, n);
+    }
+    const int64_t of_slot = slot * params.dt_cache_slot_stride;
     in.dt = 0.0f;
-    if (own < 0) in.dt = dt[offsets.dt];
+    if (of_ring) in.dt = load_float(rows.dt + of_slot);
 #pragma unroll
     for (int n = 0; n < Rows::kRingRowsOfLane; ++n) {
       in.ring_dt[n] = 0.0f;
-      if (kLanesOfRow * n + lane < params.ring_rows) in.ring_dt[n] = dt[offsets.ring_dt[n]];
+      if (kLanesOfRow * n + lane < params.ring_rows) {
+        in.ring_dt[n] = load_float(rows.every_eighth[n] + of_slot);
+      }
     }
   }
 
@@ -310,7 +336,7 @@ struct Block {
         weight += convert::bits_to_float(in.D, params.D_type);
         shared.decays[t] = ptx::ex2(a * (of_row.behind + until));
       }
-      const bool seen = own < 0 ? of_row.live : own <= t;
+      const bool seen = of_row.live && own <= t;
       shared.weights[first / kTokens][of_row.index][token_of_lane()] =
           seen ? weight : __uint_as_float(kUnseen);
     }
@@ -324,7 +350,7 @@ struct Block {
     const int place = ring_row(end, of_row.token, params.ring_buffer_len);
     if (has_x()) {
       Act* x = x_ring<Act>(params, slot, head) + row_offset(place, params.x_cache_row_stride);
-      reinterpret_cast<uint4*>(x + first_row)[lane] = in.x;
+      reinterpret_cast<uint4*>(x + first_row)[lane] = kTokens == 1 ? in.x : load_x(of_row.token);
     }
     if (first_row > 0) return;
     if (lane == 0) {
@@ -349,37 +375,66 @@ struct Block {
     put_fold_weights(shared.fold_weights, Decays(dt, A));
   }
 
-  // Returns whether the block flushes.
-  __device__ __forceinline__ bool weigh() {
-    Row mine;
-    mine.index = kRowsOfWarp * (warp - params.state_warps) + row;
+  __device__ __forceinline__ Row row_of_lane(int first) const {
+    Row mine = {};
+    mine.index = first + kRowsOfWarp * (warp - params.state_warps) + row;
     mine.token = mine.index - params.ring_rows;
-    Inputs in;
-    Offsets offsets = find_rows(0, mine.index);
-    ask_for_tokens(in, mine.token);
-    if (is_padding()) return false;
-    if (!params.by_place) offsets = find_rows(first_place(), mine.index);
-    ask_for_slot(in, offsets, mine.token);
+    return mine;
+  }
+
+  // What the row weighs in all outputs.
+  __device__ __forceinline__ void weigh_row(Inputs& in, Row& mine) {
     float new_dt[kNewDtOfLane] = {};
     find_new_dt(new_dt, in);
     const float dt_of_token = dt_of_new(new_dt, max(mine.token, 0));
     set_window(params, request, in.start, in.live);
-    const Window& window = request.window;
-    const int j = mine.token < 0 ? live_row(mine.index) : -1;
-    mine.live = j < window.live;
+    int j = live_row(mine.index);
+    if (mine.token >= 0) j = -1;
+    mine.live = j < request.window.live;
     mine.dt = mine.token < 0 ? in.dt : dt_of_token;
     mine.behind = sum_behind(j, in);
     int first = 0;
     do {
+      forget_addresses();
       if (first > 0) load_C(in, first);
       put_weights(in, first, mine, new_dt);
       first += kTokens;
-    } while (kTokens > 1 && first < window.q);
-    if (threadIdx.x == 32 * params.state_warps) {
-      shared.start = window.start, shared.live = window.live, shared.flush = window.flush;
-    }
-    ptx::barrier_arrive<1>(blockDim.x);
-    if (mine.token >= 0 && mine.token < window.q) append(in, mine);
+    } while (kTokens > 1 && first < request.window.q);
+  }
+
+  // Returns whether the block flushes.
+  __device__ __forceinline__ bool weigh() {
+    Row mine = row_of_lane(0);
+    Inputs in;
+    ask_for_tokens(in);
+    RingRows rows = find_rows(0, mine);
+    ptx::keep_order();
+    if (is_padding()) return false;
+    const Window& window = request.window;
+    const int at_once = kRowsOfWarp * (params.threads / 32 - params.state_warps);
+    bool last;
+    int first = 0;
+    do {
+      if (!params.by_place) rows = find_rows(first_place(), mine);
+      ask_for_slot(in, rows, mine);
+      ask_for_rest(in, mine.token);
+      ptx::keep_order();
+      weigh_row(in, mine);
+      first += at_once;
+      last = kTokens == 1 || first >= params.ring_rows + window.q;
+      if (last) {
+        if (threadIdx.x == 32 * params.state_warps) {
+          shared.start = window.start, shared.live = window.live, shared.flush = window.flush;
+        }
+        ptx::barrier_arrive<1>(params.threads);
+      }
+      if (mine.token >= 0 && mine.token < window.q) append(in, mine);
+      if (!last) {
+        mine = row_of_lane(first);
+        rows = find_rows(0, mine);
+        ask_for_tokens(in);
+      }
+    } while (!last);
     if (window.flush && warp == params.state_warps) {
       prepare_flush(convert::bits_to_float(in.A, params.A_type));
     }
@@ -394,7 +449,7 @@ struct Block {
   struct StateInputs {
     uint4 state[kQuads][StatePieces::kCount];
     uint32_t C[kTokens][StatePieces::kCount][StatePieces::kColumns / 2];
-    unsigned short x[kQuads][Rows::kOfLane], z[kQuads];
+    uint32_t x[kQuads][kRowsKept], z[kQuads];
     float scale[kQuads];
   };
 
@@ -415,23 +470,54 @@ struct Block {
     const Act* z = z_of_token<Act>(params, request, head, token(first + token_of_lane())) + p;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      in.z[i] = reinterpret_cast<const unsigned short*>(z)[kRowsOfWarp * i];
+      in.z[i] = ptx::ld_global_u16(z + kRowsOfWarp * i);
     }
   }
 
-  // Where row r of the step has x: a new token's own, or the ring's without its slot.
-  __device__ __forceinline__ const Act* x_of_row(int r, int first) const {
+  // What does not need the slot but its place: the lane's first piece, its scale, and x of every
+  // eighth row, of the ring or new.
+  struct StateRows {
+    const State* state;
+    const float* scale;
+    const Act* x[kRowsKept];
+  };
+
+  // x of row r but for the slot, from p on; ring row 0 lies at place `first`.
+  __device__ __forceinline__ const Act* x_of_row(int r, int first, int p) const {
     const int t = r - params.ring_rows;
-    if (t >= 0) return x_of_token<Act>(params, request, head, token(t));
-    return x_ring<Act>(params, 0, head) + ring_offset(first, r, params.x_cache_row_stride);
+    if (t >= 0) return x_of_token<Act>(params, request, head, token(t)) + p;
+    return x_ring<Act>(params, 0, head) + ring_offset(first, r, params.x_cache_row_stride) + p;
+  }
+  __device__ __forceinline__ int64_t slot_of_row(int r) const {
+    const unsigned slot = request.slot;
+    return r < params.ring_rows ? slot * params.x_cache_slot_stride : 0;
+  }
+
+  __device__ __forceinline__ void find_x(StateRows& rows, int first, int p) const {
+#pragma unroll
+    for (int k = 0; k < kRowsKept; ++k) {
+      rows.x[k] = ptx::computed_now(x_of_row(kLanesOfRow * k + lane, first, p));
+    }
+  }
+
+  __device__ __forceinline__ StateRows find_state(int p) const {
+    StateRows rows;
+    rows.state = ptx::computed_now(static_cast<const State*>(params.state) +
+                                   head * params.state_head_stride + p * kDstate +
+                                   StatePieces::kColumns * lane);
+    if constexpr (convert::kScaled<State>) {
+      rows.scale =
+          ptx::computed_now(params.state_scale + head * params.state_scale_head_stride + p);
+    }
+    find_x(rows, 0, p);
+    return rows;
   }
 
   template <int kQuads>
-  __device__ __forceinline__ void ask_for_state(StateInputs<kQuads>& in, int p) const {
+  __device__ __forceinline__ void ask_for_state(StateInputs<kQuads>& in,
+                                                const StateRows& rows) const {
     const unsigned slot = request.slot;
-    const State* state = static_cast<const State*>(params.state) + head * params.state_head_stride +
-                         p * kDstate + StatePieces::kColumns * lane +
-                         slot * params.state_slot_stride;
+    const State* state = rows.state + slot * params.state_slot_stride;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
@@ -440,27 +526,31 @@ struct Block {
       }
     }
     if constexpr (convert::kScaled<State>) {
-      const float* scale = params.state_scale + head * params.state_scale_head_stride + p +
-                           slot * params.state_scale_slot_stride;
+      const float* scale = rows.scale + slot * params.state_scale_slot_stride;
 #pragma unroll
-      for (int i = 0; i < kQuads; ++i) in.scale[i] = scale[kRowsOfWarp * i];
+      for (int i = 0; i < kQuads; ++i) in.scale[i] = load_float(scale + kRowsOfWarp * i);
     }
   }
 
   template <int kQuads>
-  __device__ __forceinline__ void ask_for_x(StateInputs<kQuads>& in, int p,
-                                            const Act* (&x)[Rows::kOfLane]) const {
-    const int64_t of_slot = static_cast<unsigned>(request.slot) * params.x_cache_slot_stride;
+  __device__ __forceinline__ void ask_for_x(StateInputs<kQuads>& in, const StateRows& rows) const {
 #pragma unroll
-    for (int k = 0; k < Rows::kOfLane; ++k) {
+    for (int k = 0; k < kRowsKept; ++k) {
       const int r = kLanesOfRow * k + lane;
-      if (r >= params.ring_rows + request.window.q) break;
-      const Act* from = x[k] + p + (r < params.ring_rows ? of_slot : 0);
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        in.x[i][k] = reinterpret_cast<const unsigned short*>(from)[kRowsOfWarp * i];
-      }
+      const Act* x = rows.x[k] + slot_of_row(r);
+      if (r < params.ring_rows + request.window.q) load_x(in.x, k, x);
     }
+  }
+  template <int kQuads, int kCount>
+  __device__ __forceinline__ static void load_x(uint32_t (&to)[kQuads][kCount], int k,
+                                                const Act* x) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) to[i][k] = ptx::ld_global_u16(x + kRowsOfWarp * i);
+  }
+
+  // Values of the state are found anew in each pass: they would fill registers.
+  __device__ __forceinline__ static uint4 anew(const uint4& v) {
+    return make_uint4(ptx::opaque(v.x), ptx::opaque(v.y), ptx::opaque(v.z), ptx::opaque(v.w));
   }
 
   // The lane's part of S C_t, as stored, for the rows and tokens.
@@ -481,7 +571,7 @@ struct Block {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
           float2 S[2];
-          piece_pairs<State>(in.state[i][n], q, S);
+          piece_pairs<State>(kTokens > 1 ? anew(in.state[i][n]) : in.state[i][n], q, S);
 #pragma unroll
           for (int t = 0; t < kTokens; ++t) {
 #pragma unroll
@@ -503,41 +593,90 @@ struct Block {
     }
   }
 
-  // Decays the sums over the checkpoint, adds the rows, and stores the outputs of a pass.
+  // Adds row r, whose x the lane has in place k.
+  template <int kQuads, int kCount>
+  __device__ __forceinline__ void add_row(float (&sums)[kQuads][kTokens], int pass, int r,
+                                          const uint32_t (&xs)[kQuads][kCount], int k) const {
+    const bool there = r < params.ring_rows + request.window.q;
+    float weights[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      weights[u] = there ? shared.weights[pass][r][u] : __uint_as_float(kUnseen);
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float x = convert::unpack<Act>(ptx::opaque(xs[i][k])).x;
+#pragma unroll
+      for (int u = 0; u < kTokens; ++u) {
+        if (__float_as_uint(weights[u]) != kUnseen) sums[i][u] = fmaf(weights[u], x, sums[i][u]);
+      }
+    }
+  }
+
+  // Decays the sums over the checkpoint and adds the rows: those kept, and what there is behind.
   template <int kQuads>
-  __device__ __forceinline__ void finish(float (&sums)[kQuads][kTokens],
-                                         const StateInputs<kQuads>& in, int first, int p) const {
-    const int pass = first / kTokens, t = first + token_of_lane();
+  __device__ __forceinline__ void add_rows(float (&sums)[kQuads][kTokens],
+                                           const StateInputs<kQuads>& in, int first, int p) const {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
       for (int u = 0; u < kTokens; ++u) sums[i][u] *= shared.decays[first + u];
     }
 #pragma unroll
-    for (int k = 0; k < Rows::kOfLane; ++k) {
-      const int r = kLanesOfRow * k + lane;
-      if (r >= params.ring_rows + request.window.q) break;
-      float weights[kTokens];
-#pragma unroll
-      for (int u = 0; u < kTokens; ++u) weights[u] = shared.weights[pass][r][u];
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        const float x = convert::unpack<Act>(in.x[i][k]).x;
-#pragma unroll
-        for (int u = 0; u < kTokens; ++u) {
-          if (__float_as_uint(weights[u]) != kUnseen) sums[i][u] = fmaf(weights[u], x, sums[i][u]);
-        }
+    for (int k = 0; k < kRowsKept; ++k) {
+      add_row(sums, first / kTokens, kLanesOfRow * k + lane, in.x, k);
+    }
+    if constexpr (kTokens > 1) {
+      const int first_place = params.by_place ? 0 : shared.start;
+      for (int r = kLanesOfRow * kRowsKept + lane; r < params.ring_rows + request.window.q;
+           r += kLanesOfRow) {
+        uint32_t x[kQuads][1];
+        load_x(x, 0, x_of_row(r, first_place, p) + slot_of_row(r));
+        add_row(sums, first / kTokens, r, x, 0);
       }
     }
-    const int64_t index = out_of_token(params, request, head, t) + p;
+  }
+
+  // Stores the outputs of a pass from the lanes' parts of them.
+  template <int kQuads>
+  __device__ __forceinline__ void store(float (&sums)[kQuads][kTokens], const uint32_t (&z)[kQuads],
+                                        int first, unsigned char* out) const {
+    const bool any = lane < kTokens && first + token_of_lane() < request.window.q;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       float y = sum_of_row(sums[i], lane);
-      if (params.z != nullptr) y *= convert::silu(convert::unpack<Act>(in.z[i]).x);
-      if (lane < kTokens && t < request.window.q) {
-        store_output<Act>(params, index + kRowsOfWarp * i, y);
-      }
+      if (params.z != nullptr) y *= convert::silu(convert::unpack<Act>(ptx::opaque(z[i])).x);
+      if (any) store_output<Act>(params, out, kRowsOfWarp * i, y);
     }
+  }
+
+  // Where the lane stores the outputs of a pass.
+  __device__ __forceinline__ unsigned char* out_of_lane(int first, int p) const {
+    const int64_t index = out_of_token(params, request, head, first + token_of_lane()) + p;
+    return static_cast<unsigned char*>(params.out) +
+           index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
+  }
+
+  // The outputs of all passes; the weights are waited for in the first.
+  template <int kQuads>
+  __device__ __forceinline__ void finish_all(StateInputs<kQuads>& in, int p) {
+    bool last;
+    int first = 0;
+    do {
+      forget_addresses();
+      unsigned char* out = ptx::computed_now(out_of_lane(first, p));
+      float sums[kQuads][kTokens];
+      sum_state(sums, in);
+      uint32_t z[kQuads];
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) z[i] = in.z[i];
+      last = kTokens == 1 || first + kTokens >= request.window.q;
+      if (!last) load_pass(in, first + kTokens, p);
+      if (first == 0) ptx::barrier_sync<1>(params.threads);
+      add_rows(sums, in, first, p);
+      store(sums, z, first, out);
+      first += kTokens;
+    } while (!last);
   }
 
   // Outputs of padding become zeros.
@@ -557,33 +696,22 @@ struct Block {
     const int of_warp = first_row + kRowsOfWarp * kQuads * warp, p = of_warp + row;
     const bool has_rows = of_warp < params.head_dim;
     StateInputs<kQuads> in;
-    const Act* x[Rows::kOfLane];
     if (has_rows) load_pass(in, 0, p);
-#pragma unroll
-    for (int k = 0; k < Rows::kOfLane; ++k) x[k] = x_of_row(kLanesOfRow * k + lane, 0);
+    ptx::keep_order();
+    StateRows rows = find_state(p);
     if (is_padding()) {
       if (has_rows) zero_rows(of_warp, kRowsOfWarp * kQuads);
       return false;
     }
     if (has_rows) {
-      ask_for_state(in, p);
-      if (!params.by_place) {
-        const int first = first_place();
-#pragma unroll
-        for (int k = 0; k < Rows::kOfLane; ++k) x[k] = x_of_row(kLanesOfRow * k + lane, first);
-      }
-      ask_for_x(in, p, x);
-      float sums[kQuads][kTokens];
-      sum_state(sums, in);
-      ptx::barrier_sync<1>(blockDim.x);
-      finish(sums, in, 0, p);
-      for (int first = kTokens; kTokens > 1 && first < request.window.q; first += kTokens) {
-        load_pass(in, first, p);
-        sum_state(sums, in);
-        finish(sums, in, first, p);
-      }
+      ask_for_state(in, rows);
+      ptx::keep_order();
+      if (!params.by_place) find_x(rows, first_place(), p);
+      ask_for_x(in, rows);
+      ptx::keep_order();
+      finish_all(in, p);
     } else {
-      ptx::barrier_sync<1>(blockDim.x);
+      ptx::barrier_sync<1>(params.threads);
     }
     request.window.start = shared.start, request.window.live = shared.live;
     return shared.flush != 0;
@@ -601,8 +729,8 @@ struct Block {
   };
 
   // x of the old rows of a slab as an A operand.
-  __device__ __forceinline__ void load_x(uint32_t (&x)[4], int p, const RowMap& map,
-                                         const Lane& at) const {
+  __device__ __forceinline__ void load_fold_x(uint32_t (&x)[4], int p, const RowMap& map,
+                                              const Lane& at) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + p + at.g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -619,8 +747,8 @@ struct Block {
 
   // B of the old rows as operands of a piece, see `prepare_B`. `column` is the lane's first.
   template <int kPairs>
-  __device__ __forceinline__ void load_B(uint32_t (&b)[2][kPairs], int column, const RowMap& map,
-                                         const Lane& at) const {
+  __device__ __forceinline__ void load_fold_B(uint32_t (&b)[2][kPairs], int column,
+                                              const RowMap& map, const Lane& at) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int j = map.old_row(request.window, 8 * i + at.g);
@@ -649,8 +777,8 @@ struct Block {
     constexpr int kWords = FoldedPiece::kColumns * sizeof(State) / 4;
     load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), piece.to);
     load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), piece.to + 8 * kDstate);
-    load_x(x, p, map, at);
-    load_B(b, column, map, at);
+    load_fold_x(x, p, map, at);
+    load_fold_B(b, column, map, at);
     const Fold<State> rows = prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), x);
     float decay[2] = {rows.decay, rows.decay};
     if constexpr (convert::kScaled<State>) {
@@ -666,7 +794,7 @@ struct Block {
   __device__ __forceinline__ void flush() const {
     constexpr int kPieces = FoldedPiece::kCount;
     const Lane at;
-    const int warps = blockDim.x >> 5, pieces = rows_of_block() / kRows * kPieces;
+    const int warps = params.threads / 32, pieces = rows_of_block() / kRows * kPieces;
     __syncthreads();  // the fold's weights are there, and nobody reads the checkpoint any more
     if constexpr (convert::kScaled<State>) {
       const int at_once = warps & ~(kPieces - 1);  // whole slabs
@@ -716,16 +844,18 @@ struct Block {
 
 // How often a state warp may take four rows at once: what leaves it registers.
 template <class State, int kDstate, int kTokens>
-constexpr int kMostQuads = (kDstate * sizeof(State) < 512    ? 4
-                            : kDstate * sizeof(State) < 1024 ? 2
-                                                             : 1) /
-                           (kTokens > 1 && kDstate * sizeof(State) < 1024 ? 2 : 1);
+__device__ constexpr int most_quads() {
+  constexpr int kMost = kTokens == 1 ? 4 : 2;
+  constexpr int kFit = 256 * kMost / (kDstate * static_cast<int>(sizeof(State)));
+  return kFit > kMost ? kMost : kFit < 1 ? 1 : kFit;
+}
 
+// Warps of a block.
 template <int kTokens>
-constexpr int kMostWarps = kTokens == 1 ? 13 : 16;
+constexpr int kMostWarps = kTokens == 1 ? 14 : 10;
 
 template <class State, class Act, int kDstate, int kTokens>
-__global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kTokens == 1 && kDstate <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -737,7 +867,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kTokens == 1 && kDst
   } else if (params.quads == 1) {
     flushes = block.template read_out<1>();
   } else {
-    flushes = block.template read_out<kMostQuads<State, kDstate, kTokens>>();
+    flushes = block.template read_out<most_quads<State, kDstate, kTokens>()>();
   }
   if (flushes) block.flush();
 }

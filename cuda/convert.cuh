@@ -103,9 +103,8 @@ __device__ __forceinline__ uint32_t load_bits(const void* array, int64_t index, 
   return static_cast<const unsigned short*>(array)[index];
 }
 __device__ __forceinline__ float bits_to_float(uint32_t bits, int type) {
-  if (type == kBfloat16) return unpack<bf16>(bits).x;
-  if (type == kFloat16) return unpack<fp16>(bits).x;
-  return __uint_as_float(bits);
+  const float from_bf16 = unpack<bf16>(bits).x, from_fp16 = unpack<fp16>(bits).x;  // no branch
+  return type == kFloat32 ? __uint_as_float(bits) : type == kBfloat16 ? from_bf16 : from_fp16;
 }
 
 // log(1 + exp(v)) in the form that keeps small results; the identity above 20.

@@ -41,6 +41,21 @@ __device__ __forceinline__ unsigned ld_global_u32(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ unsigned ld_global_u16(const void* p) {
+  unsigned v;
+  asm volatile("{ .reg .b16 h; ld.global.u16 h, [%1]; cvt.u32.u16 %0, h; }"
+               : "=r"(v)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -186,7 +201,28 @@ __device__ __forceinline__ unsigned zero_of_lane() {
   return lane >> 5;
 }
 
+// The same pointer, computed here: the compiler cannot put it off until it is used, which may be
+// behind a wait.
+template <class T>
+__device__ __forceinline__ T* computed_now(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// Whatever is loaded in front of it is asked for there, and not when it is used.
+__device__ __forceinline__ void keep_order() {
+  asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
+
+// All of a product of two 32-bit numbers in one instruction, which the compiler misses where one of
+// them was widened before.
+__device__ __forceinline__ long long mul_wide(int a, int b) {
+  long long r;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
+  return r;
+}
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.
 __device__ __forceinline__ float ex2(float x) {

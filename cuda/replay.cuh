@@ -51,24 +51,25 @@ __device__ __forceinline__ int ring_row(int ring_start, int j, int ring_buffer_l
 // The slot of a batch row as it is given, and what it means: apart, so that whatever does not need
 // the slot can be asked for in between.
 struct GivenSlot {
-  int low, high;
+  int low, high, pad;
 
   template <class Params>
-  __device__ __forceinline__ GivenSlot(const Params& params, int row) : low(row), high(0) {
+  __device__ __forceinline__ GivenSlot(const Params& params, unsigned row)
+      : low(row), high(0), pad(-1) {
     if (params.slots == nullptr) return;
-    const int words = params.slots_type == kInt64 ? 2 : 1;
-    const int* from = static_cast<const int*>(params.slots) + words * (row * params.slots_stride);
+    const int wide = params.slots_type == kInt64;
+    const int* from = static_cast<const int*>(params.slots) + (row * params.slots_stride << wide);
     low = from[0];
-    if (words == 2) high = from[1];
+    if (wide) high = from[1];
+    pad = static_cast<int>(params.pad_slot_id);
+    if (pad != params.pad_slot_id) pad = -1;  // that of no slot
   }
 
   // -1 for padding.
   template <class Params>
   __device__ __forceinline__ int slot(const Params& params) const {
-    const int sign = params.slots_type == kInt64 ? high : low >> 31;
-    const int64_t given = static_cast<int64_t>(sign) << 32 | static_cast<unsigned>(low);
-    const bool pads = params.slots != nullptr && given == params.pad_slot_id;
-    return pads || given < 0 || given >= params.num_slots ? -1 : low;
+    const bool real = static_cast<unsigned>(low) < static_cast<unsigned>(params.num_slots);
+    return real && high == 0 && low != pad ? low : -1;
   }
 };
 

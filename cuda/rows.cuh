@@ -70,9 +70,9 @@ __device__ __forceinline__ void set_window(const CheckpointingSsuParams& params,
 
 // ---- where rows lie in memory -------------------------------------------------------------------
 
-// Strides of ring rows fit into 32 bits: one multiplication of 32 by 32 bits.
+// Strides of ring rows fit into 32 bits.
 __device__ __forceinline__ int64_t row_offset(int row, int64_t stride) {
-  return static_cast<int64_t>(row) * static_cast<int>(stride);
+  return ptx::mul_wide(row, static_cast<int>(stride));
 }
 
 template <class Act>

@@ -393,14 +393,14 @@ __device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4
   }
 }
 
-// Rounds an output and stores it.
+// Rounds an output and stores it, `index` elements behind `out`.
 template <class Act>
-__device__ __forceinline__ void store_output(const CheckpointingSsuParams& params, int64_t index,
-                                             float y) {
+__device__ __forceinline__ void store_output(const CheckpointingSsuParams& params,
+                                             unsigned char* out, int index, float y) {
   if (params.out_type == kFloat32) {
-    static_cast<float*>(params.out)[index] = y;
+    reinterpret_cast<float*>(out)[index] = y;
   } else {
-    static_cast<Act*>(params.out)[index] = convert::from_float<Act>(y);
+    reinterpret_cast<Act*>(out)[index] = convert::from_float<Act>(y);
   }
 }
 

@@ -67,7 +67,7 @@ def replay_keys(
     tiles = max(1, -(-tokens // TOKENS_PER_TILE))
     case = state_dtype, activation_dtype, dstate, tiles
     streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
-    at_once = 1 if tokens == 1 else 2 if dstate > 128 else 4
+    at_once = 1 if tokens == 1 else 2
     small = SmallCheckpointingSsuKey(state_dtype, activation_dtype, dstate, at_once)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
 

@@ -27,7 +27,8 @@ LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
 # Of the small form: rows p that a warp takes at once and a block has at most, ring rows that its
 # lanes count by places, for one token and for more, and its shared memory for more and for one.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
-MOST_PLACES_OF_ONE, MOST_PLACES = 19, 32
+MOST_PLACES_OF_ONE, MOST_PLACES = 23, 32
+MOST_WEIGHT_WARPS = 6
 FOLDING_WARPS = 8  # that a slab of 8-bit rows may take
 SMALL_BYTES = 5280, 2240
 
@@ -107,8 +108,9 @@ def schedule(
 
 
 def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    small = isinstance(key, SmallCheckpointingSsuKey)
-    return _small(key, step, on) if small else _stream(key, step, on)
+    if isinstance(key, SmallCheckpointingSsuKey):
+        return _small(key, step, on)
+    return _stream(key, step, on)
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -188,17 +190,16 @@ class Spread(NamedTuple):
 
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:
-    """kMostQuads."""
+    """`most_quads` of the kernel."""
     row = key.dstate * itemsize(key.state_dtype)
-    quads = 4 if row < 512 else 2 if row < 1024 else 1
-    return quads if key.token_tiles == 1 else max(1, quads // 2)
+    most = 4 if key.token_tiles == 1 else 2
+    return max(1, min(most, 256 * most // row))
 
 
-def spread_small(
-    key: SmallCheckpointingSsuKey, step: Step, on: Processor, most_warps: int
-) -> Spread:
+def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Spread:
     """Short blocks while all of them run at once, else more rows that share a block's weights."""
     quads = most_quads(key)
+    most_warps = 8 if key.token_tiles == 1 else 4
     short = Spread(most_warps if step.head_dim % 32 == 0 else 4, 1)
     if quads == 1 or step.batch * step.nheads * -(-step.head_dim // short.rows) <= 2 * on.count:
         return short
@@ -210,25 +211,25 @@ def spread_small(
 def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """A block has some rows of one head: warps that read the state, and warps that weigh rows.
 
-    The latter have a row of the ring or a token for every eight lanes. A ring that is longer than
-    kernels count by places goes by its live rows.
+    The latter have a row of the ring or a token for every eight lanes, twice if there are many. A
+    ring that is longer than kernels count by places goes by its live rows.
     """
     by_place = step.ring_buffer_len <= (MOST_PLACES_OF_ONE if key.token_tiles == 1 else MOST_PLACES)
     ring_rows = step.ring_buffer_len if by_place else step.max_window
-    weight_warps = -(-(ring_rows + step.tokens) // ROWS_OF_WARP)
-    spread = spread_small(key, step, on, 8 if weight_warps <= 8 else 4)
+    weight_warps = min(-(-(ring_rows + step.tokens) // ROWS_OF_WARP), MOST_WEIGHT_WARPS)
+    spread = spread_small(key, step, on)
     weight_warps = max(weight_warps, FOLDING_WARPS - spread.state_warps)
     fields = {
         "state_warps": spread.state_warps,
         "quads": spread.quads,
         "rows_of_block": spread.rows,
+        "threads": 32 * (spread.state_warps + weight_warps),
         "ring_rows": ring_rows,
         "by_place": int(by_place),
         "inverse_heads_per_group": inverse(step.heads_per_group),
     }
     grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
-    threads = 32 * (spread.state_warps + weight_warps)
-    return Schedule(key, grid, threads, SMALL_BYTES[key.token_tiles == 1], fields)
+    return Schedule(key, grid, fields["threads"], SMALL_BYTES[key.token_tiles == 1], fields)
 
 
 def _share(
