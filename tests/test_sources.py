@@ -218,6 +218,9 @@ MAY_INCLUDE = {
     "requests.cuh": {"rows.cuh"},
     "step.cuh": {"rows.cuh"},
     "flush.cuh": {"fold.cuh", "step.cuh"},
+    "small.cuh": {"rows.cuh"},
+    "weigh.cuh": {"small.cuh", "step.cuh"},
+    "read_out.cuh": {"small.cuh", "step.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.
 SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}

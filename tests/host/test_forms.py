@@ -18,7 +18,7 @@ from runs import STATES, NumPyBackend, Run, Stored, make_stored, replayed
 from host.launcher import ORDERS, HostLauncher
 from replayssm_cupy import decode, schedule
 from replayssm_cupy.keys import SCALED_DTYPES, CheckpointingSsuKey, SmallCheckpointingSsuKey
-from replayssm_cupy.schedule import Processor, Spread, most_quads
+from replayssm_cupy.schedule import MOST_PLACES, Processor, Spread, most_quads
 
 KEYS = {"stream": CheckpointingSsuKey, "small": SmallCheckpointingSsuKey}
 # Of 17 sequences of two groups of three heads: an item of the streaming form has a whole group, two
@@ -119,6 +119,27 @@ def test_more_heads_than_lanes(in_form):
     runs = [in_form(form, case, pools, step) for form in KEYS]
     assert_stored_alike(*runs)
     for run in runs:
+        assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
+
+
+class LongRings(Case):
+    """Rings with more rows than the small form counts by their places."""
+
+    @property
+    def ring_buffer_len(self) -> int:
+        return MOST_PLACES + 9
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_long_rings(in_form, dtype, tokens):
+    case = LongRings(SHAPES["three-heads-per-group"], tokens, 16, dtype, num_slots=6)
+    rng = np.random.default_rng(tokens)
+    pools, step = full_pools(case, rng), make_step(case, 6, rng)
+    small, stream = (in_form(form, case, pools, step) for form in ("small", "stream"))
+    assert not small[2].record.by_place
+    assert_stored_alike(small, stream)
+    for run in (small, stream):
         assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
 
 
