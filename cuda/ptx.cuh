@@ -214,6 +214,12 @@ __device__ __forceinline__ void keep_order() {
   asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
 }
 
+// The same, and behind it `v` is known: the compiler would put sums off until after a barrier.
+__device__ __forceinline__ void keep_order(float v) {
+  const unsigned all = ~(__float_as_uint(v) & zero_of_lane());
+  asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 // All of a product of two 32-bit numbers in one instruction, which the compiler misses where one of

@@ -229,6 +229,16 @@ struct StateWarp : Block<kTokens> {
            index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
   }
 
+  __device__ __forceinline__ static void keep_order(const float (&sums)[kQuads][kTokens]) {
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) all += sums[i][t];
+    }
+    ptx::keep_order(all);
+  }
+
   // The outputs of all passes; the weights are waited for in the first.
   __device__ __forceinline__ void finish_all(Inputs& in, int p) {
     bool last;
@@ -243,7 +253,10 @@ struct StateWarp : Block<kTokens> {
       for (int i = 0; i < kQuads; ++i) z[i] = in.z[i];
       last = kTokens == 1 || first + kTokens >= request.window.q;
       if (!last) load_pass(in, first + kTokens, p);
-      if (first == 0) ptx::barrier_sync<1>(params.threads);
+      if (first == 0) {
+        keep_order(sums);
+        ptx::barrier_sync<1>(params.threads);
+      }
       add_rows(sums, in, first, p);
       store(sums, z, first, out);
       first += kTokens;

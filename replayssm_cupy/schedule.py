@@ -248,7 +248,7 @@ def _share(
     They are slabs of state; C and B of a group, with room for what `prepare_B` makes of the old
     rows of B; x and z of a head, `head_tiles` times; its outputs; products of C and B of new and
     old rows; scales of C; dt; weights of `heads` heads (a `WeightShape` each); decode scales of the
-    state; cursors.
+    state.
     """
     size = itemsize(key.activation_dtype)
     pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16  # `TileShape`
@@ -264,7 +264,6 @@ def _share(
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * weights,
         "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
-        "at_cursors": 12,
     }
     share, end = {}, 0
     for name, length in parts.items():

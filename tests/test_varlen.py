@@ -77,9 +77,10 @@ def check_against_dense(
 ):
     case = Case(SHAPE, longest, 16, dtype, activation, num_slots=6)
     rng = np.random.default_rng(sum(lens))
-    pools = pools_at(case, prev, rng)
     slots = np.array([4, 0, 3, 1, 2], np.int32)
-    pools.prev_num_accepted_tokens[slots] = prev
+    of_slots = np.zeros(6, int)
+    of_slots[slots] = prev
+    pools = pools_at(case, list(of_slots), rng)
     step, ends = ragged(case, lens, rng, spare=3)
     together, apart = (Run(backend, pools, 16) for _ in range(2))
     out = together.step(
@@ -93,6 +94,7 @@ def check_against_dense(
             assert relative_l2(together_row, alone) < 2e-3, "sums in another order"
         else:
             assert np.array_equal(bits(together_row), bits(alone)), f"row {row}"
+    assert np.isfinite(out[:, : ends[-1]].astype(np.float32)).all()
     assert np.isnan(out[:, ends[-1] :].astype(np.float32)).all(), "tokens of no sequence"
     assert_same(together.snapshot(), apart.snapshot())
     flushed = [p + q > 16 for p, q in zip(prev, lens, strict=True)]
