@@ -1,12 +1,17 @@
 """Errors of the kernels on a GPU against the float64 recurrence on the same stored inputs.
 
     python benchmarks/accuracy.py
+    python benchmarks/accuracy.py copies [--cpu]
 
 Relative L2 errors of the outputs before and after their rounding to 16 bits, beside the error of
 rounding the exact result, for random cursors (wrap and flush included); of outputs and states
 over 1,000 steps with random acceptance, beside the plain update's; and of every state format after
 1, 16 and 256 flushes, beside the plain update that rounds at every token. Shapes and inputs are
 the tests'.
+
+``copies``: 2,048 tokens with 256 flushes of a float16 state alone, of one with a read copy, and of
+an 8-bit state: errors of outputs and of the recurrence at the beginning and at the end, and how
+they grow. ``--cpu`` runs the CPU path.
 """
 
 from __future__ import annotations
@@ -176,7 +181,89 @@ def many_flushes() -> list[str]:
     return sorted(rows, key=lambda row: (FORMATS.index(row.split(" | ")[0][2:]), row))
 
 
+COPIES = ("float16", "float16+fp8", "float16+nvfp4", "float8_e4m3fn")
+STEPS, WINDOW = 257, 8  # every step but the first folds the eight tokens of the one before
+
+
+def copies(device: str) -> list[str]:
+    """Rows: what errors grow to where a copy is read, and where codes carry the recurrence.
+
+    A dt near -0.001 keeps what 1,000 tokens brought, and every rounding of it.
+    """
+    import replayssm_cupy as ssm
+
+    nheads = 4
+    case = Case(Shape("copies", nheads, 2, 64, 128), WINDOW, WINDOW)
+    rng = np.random.default_rng(10)
+    A = np.full(nheads, -1.0, np.float32)
+    runs = {
+        (name, stochastic): ssm.LayerStack(
+            1, 1, nheads, 64, 2, 128, max_window=WINDOW, npredicted=WINDOW, state_dtype=name,
+            stochastic_rounding=stochastic, device=device,
+        )
+        for name in COPIES
+        for stochastic in (False, True)
+    }  # fmt: skip
+    errors: dict[tuple[str, bool], list[tuple[float, float]]] = {name: [] for name in runs}
+    exact = np.zeros((nheads, 64, 128))
+    for _ in range(STEPS):
+        step = make_step(case, 1, rng, weights=(A, np.zeros_like(A), np.zeros_like(A)))
+        step.dt[...] = rng.uniform(0.0005, 0.0015, step.dt.shape)
+        before, outputs = exact, np.zeros(step.x.shape)
+        for t in range(WINDOW):
+            exact = advance(exact, A, step.x[0, t], step.dt[0, t].astype(np.float64), step.B[0, t])
+            C = np.repeat(step.C[0, t].astype(np.float64), nheads // 2, 0)
+            outputs[0, t] = np.einsum("hpn,hn->hp", exact, C)
+        for name, stack in runs.items():
+            given = {n: _put(getattr(step, n), device) for n in ("x", "dt", "A", "B", "C")}
+            y = _put(np.empty(step.x.shape, np.float32), device)
+            stack.step(0, **given, dt_softplus=False, out=y)
+            stack.advance(None, _put(np.array([WINDOW], np.int32), device))
+            state = _get(stack.states[0])[0].astype(np.float64)
+            if stack.state_scales and not stack.state_copies:
+                state = state * _get(stack.state_scales[0])[0][..., None]
+            if before.any():  # the state lacks the tokens that wait in the ring
+                errors[name].append((relative_l2(_get(y), outputs), relative_l2(state, before)))
+    rows = []
+    for (name, stochastic), found in errors.items():
+        of_outputs, of_states = np.array(found).T
+        first, last = (of_outputs[part].mean() for part in (slice(0, 32), slice(-32, None)))
+        late = np.arange(len(of_outputs))[128:]
+        slope = 100 * np.polyfit(late, of_outputs[128:], 1)[0]
+        rows.append(
+            f"| {name} | {'stochastic' if stochastic else 'nearest'} | {first:.2e} | {last:.2e} "
+            f"| {slope:+.1e} | {of_states[:32].mean():.2e} | {of_states[-32:].mean():.2e} |"
+        )
+    return rows
+
+
+def _put(array: np.ndarray, device: str):
+    if device == "cpu":
+        return array.copy()
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def _get(array) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    if array.dtype.itemsize == 1:  # CuPy copies no 8-bit floats
+        return array.view(np.uint8).get().view(array.dtype)
+    return array.get()
+
+
+def print_copies(device: str) -> None:
+    print("| state | rounding | outputs, flushes 1-32 | outputs, the last 32 ", end="")
+    print("| slope per 100 flushes, from 128 on | states, 1-32 | states, the last 32 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("\n".join(copies(device)))
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["copies"]:
+        print_copies("cpu" if "--cpu" in sys.argv else "cuda")
+        return
     print("| state | T | out in fp32 | out in bf16 | rounding alone | ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
     for dtype in ("float32", "bfloat16", "float16"):
@@ -189,6 +276,8 @@ def main() -> None:
     print("\n| state | rounding | update | flushes | state error | output error |")
     print("| --- | --- | --- | --- | --- | --- |")
     print("\n".join(many_flushes()))
+    print()
+    print_copies("cuda")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Times the kernels on a GPU against the fewest bytes they must move.
 
-    python benchmarks/bench.py decode [--dtypes float32,bfloat16,float16,int8,float8_e4m3fn]
+    python benchmarks/bench.py decode
+        [--dtypes float32,bfloat16,float16,int8,float8_e4m3fn,float16+fp8,float16+nvfp4]
         [--tokens 1,4] [--batches 1,2,4,8,16,32,64,128,256]
         [--shapes 64/8/64/128,64/64/64/128,128/1/128/256] [--window 16]
         [--acceptance geometric:0.7 | FILE.csv] [--cycle] [--pdl] [--algorithm auto]
@@ -18,7 +19,8 @@ one; with ``--cycle`` the same graph is timed at W consecutive steps' cursors an
 counts the whole cycle of each row. The acceptance is a truncated geometric distribution, or a
 histogram (lines: accepted count, how often).
 
-A shape is heads/groups/head_dim/dstate. "floor": the fewest bytes at the read rate of this run.
+A shape is heads/groups/head_dim/dstate. With ``--algorithm two-kernel`` the replay is one kernel's,
+and two kernels' have a column of their own. "floor": the fewest bytes at the read rate of this run.
 "flush-first": a kernel without arithmetic that reads and writes as many bytes, those it writes
 first and with evict_last: what the memory allows once some rows flush. Per cent are either of them
 over the time of the replay.

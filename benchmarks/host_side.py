@@ -82,10 +82,10 @@ def _synchronize() -> None:
     cupy.cuda.Device().synchronize()
 
 
-def _calls(
+def _layer(
     zeros: Callable[[tuple[int, ...], str], Any], ints: Callable[[Any], Any]
-) -> dict[str, Callable[[], Any]]:
-    """Steps, cursor moves and snapshots of nothing over arrays that `zeros` and `ints` make."""
+) -> tuple[Any, dict[str, Any]]:
+    """A stack of one layer and a step's arguments, `out` last, of what `zeros` and `ints` make."""
     import replayssm_cupy as ssm
 
     shape, batch = Shape(), 8
@@ -100,14 +100,26 @@ def _calls(
         npredicted=1,
     )
     inputs = {
-        **{name: zeros((batch, 1, *heads), "bfloat16") for name in ("x", "z", "out")},
-        **{name: zeros((batch, 1, shape.ngroups, shape.dstate), "bfloat16") for name in "BC"},
-        **{name: zeros((shape.nheads,), "float32") for name in ("A", "D", "dt_bias")},
+        "x": zeros((batch, 1, *heads), "bfloat16"),
         "dt": zeros((batch, 1, shape.nheads), "float32"),
+        "A": zeros((shape.nheads,), "float32"),
+        **{name: zeros((batch, 1, shape.ngroups, shape.dstate), "bfloat16") for name in "BC"},
+        "D": zeros((shape.nheads,), "float32"),
+        "z": zeros((batch, 1, *heads), "bfloat16"),
+        "dt_bias": zeros((shape.nheads,), "float32"),
         "slots": ints(np.arange(batch, dtype=np.int32)),
+        "out": zeros((batch, 1, *heads), "bfloat16"),
     }
+    return stack, inputs
+
+
+def _calls(
+    stack: Any, inputs: dict[str, Any], ints: Callable[[Any], Any]
+) -> dict[str, Callable[[], Any]]:
+    """Steps, cursor moves and snapshots of nothing."""
     without_out = {name: array for name, array in inputs.items() if name != "out"}
-    slots, accepted = inputs["slots"], ints(np.ones(batch, np.int32))
+    slots, batch = inputs["slots"], len(inputs["slots"])
+    accepted = ints(np.ones(batch, np.int32))
     stack.refresh([inputs["A"]])
     rows = np.arange(batch // 2, dtype=np.int32)
     pair = ints(rows), ints(rows + batch // 2)
@@ -124,15 +136,38 @@ def _calls(
     }
 
 
+def _operator_calls(stack: Any, inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """The same step through a handle, and as a torch operator."""
+    import torch
+
+    from replayssm_cupy.torch_ops import StackHandle
+
+    handle, operator = StackHandle(stack), torch.ops.replayssm.stack_step
+    *tokens, slots, out = inputs.values()  # dt_softplus lies between tokens and slots
+    given = handle.number, handle.anchor, 0, *tokens, True, slots
+    tokens = tuple(tokens)
+    return {
+        "one handle.step": lambda: handle.step(0, *tokens, slots=slots, out=out),
+        "one handle.step that allocates out": lambda: handle.step(0, *tokens, slots=slots),
+        "one operator stack_step.out": lambda: operator.out(*given, out=out),
+        "one operator stack_step.default": lambda: operator.default(*given),
+        "one operator stack_step": lambda: operator(*given),
+    }
+
+
 def _torch_calls() -> dict[str, Callable[[], Any]]:
     import torch
 
     if not torch.cuda.is_available():
         raise ImportError("torch finds no CUDA device")
-    return _calls(
-        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"),
-        lambda array: torch.from_numpy(array).cuda(),
+
+    def ints(array: Any) -> Any:
+        return torch.from_numpy(array).cuda()
+
+    layer = _layer(
+        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"), ints
     )
+    return _calls(*layer, ints) | _operator_calls(*layer)
 
 
 def _cupy_calls() -> dict[str, Callable[[], Any]]:
@@ -140,7 +175,8 @@ def _cupy_calls() -> dict[str, Callable[[], Any]]:
     import ml_dtypes
 
     types = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-    return _calls(lambda size, dtype: cupy.zeros(size, types[dtype]), cupy.asarray)
+    layer = _layer(lambda size, dtype: cupy.zeros(size, types[dtype]), cupy.asarray)
+    return _calls(*layer, cupy.asarray)
 
 
 def memory(steps: int) -> bool:

@@ -24,7 +24,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 LAYERS, NHEADS, NGROUPS, HEAD_DIM, DSTATE, WINDOW = 24, 128, 8, 64, 128, 16
 BATCH, BLOCK = 256, 64
-STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+# Both forms of a state that has a copy, block scales included.
+STATE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float16+fp8": 3,
+    "float16+nvfp4": 2 + 9 / 16,
+}
+SCALED = ("int8", "float8_e4m3fn", "float16+fp8", "float16+nvfp4")
 REPEATS, LAUNCHES = 11, 10  # replays of a graph, launches in it
 COPY_THREADS, COPY_VECTORS = 256, 4
 COPY = """
@@ -84,8 +94,8 @@ def copy_rates() -> dict[str, float]:
 
 def bytes_moved(dtype: str, prefix: int) -> int:
     """Of one request in all layers."""
-    scale = HEAD_DIM * 4 if STATE_BYTES[dtype] == 1 else 0
-    state = NHEADS * (HEAD_DIM * DSTATE * STATE_BYTES[dtype] + scale)
+    scale = HEAD_DIM * 4 if dtype in SCALED else 0
+    state = NHEADS * (int(HEAD_DIM * DSTATE * STATE_BYTES[dtype]) + scale)
     row = (NHEADS * HEAD_DIM + NGROUPS * DSTATE) * 2 + NHEADS * 4
     return LAYERS * (2 * state + prefix * row)
 

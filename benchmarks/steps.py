@@ -81,19 +81,27 @@ class Ours:
             "dt_softplus": True,
             "out": activations(batch, tokens, shape.nheads, shape.head_dim),
         }
-        options: dict[str, Any] = {"enable_pdl": settings.pdl, "algorithm": settings.algorithm}
-        if settings.algorithm != "monolith":
-            options |= ssm.allocate_scratch(batch, shape.nheads, like=inputs["x"])
         slots = cupy.asarray(case.slots)
-        self.replay: list[Callable[[], Any]] = [
-            stack.bind(layer, **inputs, slots=slots, **options) for layer in range(layers)
-        ]
+        scratch = ssm.allocate_scratch(batch, shape.nheads, like=inputs["x"])
+        options: dict[str, Any] = {**scratch, "enable_pdl": settings.pdl, "slots": slots}
+
+        def bound(algorithm: str) -> list[Callable[[], Any]]:
+            return [
+                stack.bind(layer, **inputs, **options, algorithm=algorithm)
+                for layer in range(layers)
+            ]
+
+        two_kernels = settings.algorithm == "two-kernel"
+        self.replay = bound("monolith" if two_kernels else settings.algorithm)
+        self.two_kernels = bound("two-kernel") if two_kernels else []
+        # Beside a copy: the float16 state alone.
+        scaled = bool(stack.state_scales) and not stack.state_copies
         self.plain: list[Callable[[], Any]] = [
             lambda layer=layer: ssm.selective_state_update(
                 stack.states[layer],
                 **inputs,
                 state_batch_indices=slots,
-                state_scale=stack.state_scales[layer] if stack.state_scales else None,
+                state_scale=stack.state_scales[layer] if scaled else None,
             )
             for layer in range(layers)
         ]
@@ -122,6 +130,8 @@ def decode_row(settings: Settings, dtype: str, tokens: int, batch: int) -> dict[
         "replay_us": (Replay(ours.replay), ours.set_cursors),
         "plain_us": (Replay(ours.plain), None),
     }
+    if ours.two_kernels:
+        timed["two_kernels_us"] = Replay(ours.two_kernels), None
     columns: dict[str, float | None] = {}
     for name, make in settings.peers.items():
         launches: Launches | None = make(case)

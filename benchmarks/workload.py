@@ -11,8 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-SCALED = ("int8", "float8_e4m3fn")  # with an fp32 scale for each row
+# Of a number that steps read, block scales included.
+STATE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float16+fp8": 1,
+    "float16+nvfp4": 9 / 16,
+}
+COPIED = ("float16+fp8", "float16+nvfp4")  # copies of a float16 state, which flushes read and write
+SCALED = ("int8", "float8_e4m3fn", *COPIED)  # with an fp32 scale for each row
 ACTIVATION = "bfloat16"
 ACTIVATION_BYTES = 2
 
@@ -38,9 +48,13 @@ class Shape:
         return f"{self.nheads}/{self.ngroups}/{self.head_dim}/{self.dstate}"
 
     def state_bytes(self, dtype: str) -> int:
-        """Of one sequence's states, scales included."""
-        row = self.dstate * STATE_BYTES[dtype] + (4 if dtype in SCALED else 0)
+        """Of one sequence's states as steps read them, scales included."""
+        row = int(self.dstate * STATE_BYTES[dtype]) + (4 if dtype in SCALED else 0)
         return self.nheads * self.head_dim * row
+
+    def carried_bytes(self, dtype: str) -> int:
+        """Of what carries the recurrence of one sequence, where steps read a copy of it."""
+        return 2 * self.nheads * self.head_dim * self.dstate if dtype in COPIED else 0
 
 
 class Acceptance:
@@ -167,9 +181,9 @@ def traffic(shape: Shape, dtype: str, tokens: int, prev: np.ndarray) -> Traffic:
     token = ACTIVATION_BYTES * (heads + 2 * groups) + 4 * shape.nheads  # x, B, C, dt
     out = ACTIVATION_BYTES * heads
     steps, flushes = len(prev), int((prev + tokens > shape.window).sum())
-    state = shape.state_bytes(dtype)
+    state, carried = shape.state_bytes(dtype), shape.carried_bytes(dtype)
     return Traffic(
-        read=steps * (state + tokens * token) + int(prev.sum()) * row,
-        written=flushes * state + steps * tokens * (out + row),
+        read=steps * (state + tokens * token) + int(prev.sum()) * row + flushes * carried,
+        written=flushes * (state + carried) + steps * tokens * (out + row),
         flushes=flushes,
     )

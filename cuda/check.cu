@@ -161,12 +161,15 @@ __device__ __forceinline__ Slots slots_of(const CheckMaterializeParams& params, 
 
 // Addresses of layer `layer`: there, and aligned as the kernel reads them.
 __device__ __forceinline__ void check_tables(const CheckMaterializeParams& params, int layer) {
-  const int64_t addresses[6] = {
-      params.state_ptrs[layer],   params.x_cache_ptrs[layer],
-      params.B_cache_ptrs[layer], params.dt_cache_ptrs[layer],
-      params.A_ptrs[layer],       params.scaled ? params.state_scale_ptrs[layer] : 16};
-  const int alignments[6] = {16, 16, 16, 4, params.bytes_of_A, 4};
-  for (int table = 0; table < 6; ++table) {
+  const int64_t addresses[7] = {params.state_ptrs[layer],
+                                params.x_cache_ptrs[layer],
+                                params.B_cache_ptrs[layer],
+                                params.dt_cache_ptrs[layer],
+                                params.A_ptrs[layer],
+                                params.scaled ? params.state_scale_ptrs[layer] : 16,
+                                params.copied ? params.state_copy_ptrs[layer] : 16};
+  const int alignments[7] = {16, 16, 16, 4, params.bytes_of_A, 4, 16};
+  for (int table = 0; table < 7; ++table) {
     if (addresses[table] == 0 || addresses[table] % alignments[table] != 0) {
       report(params, kTableAddress, table, addresses[table], layer);
     }

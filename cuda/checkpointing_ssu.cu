@@ -11,7 +11,11 @@
 // memory while it computes on those that came before. Writes `out`, the new ring rows, and the
 // checkpoint on flush. Never reads a dead ring row, never writes a live one, touches nothing of a
 // padded row but `out`.
-#include "flush.cuh"
+//
+// A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
+// scratch, so a warp asks for them like for rows, and of B for old rows that are folded.
+#include "copied.cuh"
+#include "prepare.cuh"
 #include "requests.cuh"
 
 using namespace replay;
@@ -27,9 +31,11 @@ struct Item {
   const unsigned char* state;
 };
 
-template <class State, class Act, int kDstate, int kTokenTiles>
+// What is read is a copy of the checkpoint where their types differ.
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 struct Worker {
   using Slab = SlabTile<State, kDstate>;
+  static constexpr bool kCopied = !convert::same<State, Checkpoint>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
   static constexpr int kStageBytes = kStageSlabs * Slab::kBytes;
 
@@ -45,6 +51,7 @@ struct Worker {
   NewDt<kTokenTiles> new_dt;  // of `next`
   float constant;             // of its heads: A, D, dt_bias, one value a lane
   bool group_late;            // its B and C could not be asked for yet
+  bool second;                // weights from scratch are in the second of two places
 
   __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
                                     unsigned char* of_warp)
@@ -56,12 +63,13 @@ struct Worker {
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
         memory(of_warp),
-        group_late(false) {}
+        group_late(false),
+        second(false) {}
 
   // ---- what a warp works on ---------------------------------------------------------------------
 
   __device__ __forceinline__ Request request(const Item& item) const {
-    return unpack_request(list.entry(item.n, listed));
+    return unpack_request(list.entry(params, item.n, listed));
   }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
     return {memory + params.at_group, shape};
@@ -79,7 +87,11 @@ struct Worker {
     return floats(params.at_dt) + 2 * kRows * i;
   }
   __device__ __forceinline__ float* weights(int i) const {
-    return floats(params.at_weights) + i * weight_shape.words();
+    return floats(params.at_weights) + (place_of_weights(second) + i) * weight_shape.words();
+  }
+  // Those from scratch come while the item before still needs its own.
+  __device__ __forceinline__ int place_of_weights(bool of_second) const {
+    return kPrepared && of_second ? params.heads_of_item : 0;
   }
   __device__ __forceinline__ float* scales(int parity) const {
     return floats(params.at_scales) + parity * params.head_dim;
@@ -88,10 +100,24 @@ struct Worker {
     return (params.head_dim / kRows + kStageSlabs - 1) / kStageSlabs;
   }
   __device__ __forceinline__ RowMap in_order() const { return {0, shape.old_rows}; }
-  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+  __device__ __forceinline__ Checkpoint* checkpoint_of(const Request& request,
+                                                       unsigned head) const {
     const unsigned slot = request.slot;
-    return static_cast<State*>(params.state) + slot * params.state_slot_stride +
+    return static_cast<Checkpoint*>(params.state) + slot * params.state_slot_stride +
            head * params.state_head_stride;
+  }
+  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+    if constexpr (kCopied) {
+      const unsigned slot = request.slot;
+      return static_cast<State*>(params.state_copy) + slot * params.state_copy_slot_stride +
+             head * params.state_copy_head_stride;
+    } else {
+      return checkpoint_of(request, head);
+    }
+  }
+  __device__ __forceinline__ int64_t bytes_to_next_head() const {
+    const int64_t stride = kCopied ? params.state_copy_head_stride : params.state_head_stride;
+    return stride * static_cast<int>(sizeof(State));
   }
   __device__ __forceinline__ float* scale_of(const Request& request, unsigned head) const {
     const unsigned slot = request.slot;
@@ -103,16 +129,24 @@ struct Worker {
 
   // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
   __device__ __forceinline__ void take_item(int parity, bool after_flush) {
-    const unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
-    const unsigned n = divide(index, params.inverse_items_of_sequence);
-    const unsigned of_n = index - n * params.items_of_sequence;
-    const unsigned group = divide(of_n, params.inverse_items_of_group);
-    const unsigned in_group = of_n - group * params.items_of_group;
-    const int first = in_group * params.heads_of_item;
-    next.n = n, next.group = group, next.head = group * params.heads_per_group + first;
+    unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
+    const unsigned flushes = listed.x * params.flushes_of_sequence;
+    const bool flush = index < flushes;  // its items have fewer heads
+    if (!flush) index -= flushes;
+    const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
+    const unsigned of_group = flush ? params.flushes_of_group : params.items_of_group;
+    const int heads = flush ? params.heads_of_flush : params.heads_of_item;
+    const unsigned n = divide(
+        index, flush ? params.inverse_flushes_of_sequence : params.inverse_items_of_sequence);
+    const unsigned of_n = index - n * of_sequence;
+    const unsigned group =
+        divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
+    const int first = (of_n - group * of_group) * heads;
+    next.n = flush ? n : n + listed.x, next.group = group,
+    next.head = group * params.heads_per_group + first;
     next.heads = 0;
     if (next.n >= listed.x + listed.y) return;
-    next.heads = min(params.heads_of_item, params.heads_per_group - first);
+    next.heads = min(heads, params.heads_per_group - first);
     const Request of_item = request(next);
     next.state =
         reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;
@@ -123,6 +157,14 @@ struct Worker {
 
   __device__ __forceinline__ void ask_for_group(const Request& of_item) {
     const Window& window = of_item.window;
+    if constexpr (kPrepared) {
+      group().copy_C(params, of_item, next.group, spread_B);
+      if (window.flush) {
+        group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
+      }
+      ask_for_weights(of_item);
+      return;
+    }
     group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
     group().copy_tokens(params, of_item, next.group, spread_B);
     const int j = lane.index & 15;
@@ -135,6 +177,21 @@ struct Worker {
     constant = load_constant(params, next.head, next.heads, lane);
   }
 
+  __device__ __forceinline__ void ask_for_weights(const Request& of_item) const {
+    const int bytes = 4 * weight_shape.words();
+    ptx::smem_t to = ptx::to_smem(memory) + params.at_weights + place_of_weights(!second) * bytes;
+#pragma unroll 1
+    for (int i = 0; i < next.heads; ++i, to += bytes) {
+      for_parts_in_scratch(params, weight_shape, of_item, next.head + i,
+                           [&](int place, const float* scratch, int pieces) {
+#pragma unroll 1
+                             for (int k = lane.index; k < pieces; k += 32) {
+                               ptx::cp_async16(to + 4 * place + 16 * k, scratch + 4 * k);
+                             }
+                           });
+    }
+  }
+
   __device__ __forceinline__ void ask_for_head(const Request& of_item, unsigned head,
                                                int parity) const {
     const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
@@ -144,6 +201,11 @@ struct Worker {
       const float* from = scale_of(of_item, head);
       for (int p = lane.index; p < params.head_dim; p += 32) {
         ptx::cp_async4(ptx::to_smem(scales(parity) + p), from + p);
+      }
+    }
+    if constexpr (kCopied) {
+      if (of_item.window.flush) {
+        prefetch_checkpoint(checkpoint_of(of_item, head), 2 * params.head_dim * kDstate, lane);
       }
     }
   }
@@ -169,7 +231,7 @@ struct Worker {
     if (later >= 0) {
       if (left > 0) {
         if (later == 0) ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
-        from = item.state + params.state_head_stride * static_cast<int>(sizeof(State));
+        from = item.state + bytes_to_next_head();
       } else {
         if (later == 0) take_item(parity ^ 1, of_item.window.flush);
         from = next.state, any = next.heads > 0;
@@ -190,12 +252,14 @@ struct Worker {
   // ---- what it computes -------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    take_item(0, false);
+    take_item(0, kPrepared);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
       if (next.heads > 0) ask_for_stage(next.state + s * kStageBytes, s, s);
       ptx::cp_async_commit();
     }
+    // From here on the scratch is there, and anything may be written.
+    if constexpr (kPrepared) ptx::grid_dependency_wait();
     int parity = 0, place = 0;
     while (next.heads > 0) {
       const Item item = next;
@@ -227,47 +291,37 @@ struct Worker {
             floats(params.at_outputs) + t * (shape.y_pitch() / 4) + 8 * spread_x.piece);
       }
       ++item.head;
-      item.state += params.state_head_stride * static_cast<int>(sizeof(State));
+      item.state += bytes_to_next_head();
       parity ^= 1;
       next_stage();
     }
   }
 
-  // The weights of all heads: half a warp does one, or a whole one if it flushes.
-  __device__ __forceinline__ void prepare(const Item& item, const Window& window) const {
+  // The weights of all heads, unless they come from scratch; C and, of a flush, B as operands.
+  __device__ __forceinline__ void prepare(const Item& item, const Window& window) {
     float* products = floats(params.at_products);
     float* scales_of_C = floats(params.at_scales_of_C);
-    const int first_token = window.flush ? kRows : window.live;
-    new_dt.put(dt(0) + first_token, params, window.q, item.heads, constant, lane);
-    put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
-                                            [&](int j) { return in_order().row(window, j); });
-    if (window.flush) {
-      put_products<Act, kDstate, kTokenTiles>(products + kRows * shape.tokens, group(), window,
-                                              lane,
-                                              [&](int j) { return in_order().old_row(window, j); });
-    }
-    __syncwarp();
-    for (int t = 0; t < window.q; ++t) {
-      float scale = 1.0f;
-      if constexpr (kScaledC<State, Act>) {
-        scale = scale_C<kDstate>(group().C + t * group().kPitch, lane);
+    if constexpr (kPrepared) {
+      second = !second;
+    } else {
+      new_dt.put(dt(0) + first_token(window), params, window.q, item.heads, constant, lane);
+      put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
+                                              [&](int j) { return in_order().row(window, j); });
+      if (window.flush) {
+        put_products<Act, kDstate, kTokenTiles>(
+            products + kRows * shape.tokens, group(), window, lane,
+            [&](int j) { return in_order().old_row(window, j); });
       }
-      if (lane.index == 0) scales_of_C[t] = scale;
+      __syncwarp();
     }
-    if (window.flush) prepare_B<State>(group(), in_order(), window, lane);
+    prepare_C<kScaledC<State, Act>>(scales_of_C, group(), window.q, lane);
+    if (window.flush) prepare_B<Checkpoint>(group(), in_order(), window, lane);
     __syncwarp();
-    const int rows_of_head = window.flush ? 2 * kRows : kRows;
-    const int row = lane.index & (rows_of_head - 1), token = row - first_token;
-    const bool live = row < window.live || (token >= 0 && token < window.q);
-    for (int first = 0; first < item.heads; first += window.flush ? 1 : 2) {
-      const int i = min(window.flush ? first : first + lane.index / kRows, item.heads - 1);
-      const float A = __shfl_sync(kAllLanes, constant, i);
-      const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem + i);
-      const Decays decays(live ? dt(i)[row] : 0.0f, A, rows_of_head);
-      put_weights(weights(i), weight_shape, products, scales_of_C, decays, window, D, true);
-      if (window.flush) put_fold_weights(weights(i) + weight_shape.fold(), decays);
+    if constexpr (!kPrepared) {
+      put_weights_of_heads(weights(0), weight_shape, dt(0), item.heads, products, scales_of_C,
+                           constant, window, lane);
+      __syncwarp();
     }
-    __syncwarp();
   }
 
   // Head i of an item. What a fold takes is loaded for it and not kept.
@@ -310,17 +364,25 @@ struct Worker {
     const FoldWeights fold_weights(of_head + weight_shape.fold(), lane);
     uint32_t rows[4];
     ptx::ldmatrix_x4_trans(rows, tile.old_x(in_order(), of_item.window, lane) + 2 * first_row);
-    const Fold<State> fold = prepare_fold<State, Act>(fold_weights, rows);
+    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, rows);
     const int row = first_row + lane.g;
-    State* to = state_of(of_item, ptx::opaque(item.head)) + row * kDstate +
-                lane.t * static_cast<int>(16 / sizeof(State));
-    Target<State, kDstate> target{params, to, nullptr};
-    if constexpr (convert::kScaled<State>) {
-      const float* decode = scales(parity) + row;
-      target.scale = scale_of(of_item, item.head) + row;
-      fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
+    Checkpoint* to = checkpoint_of(of_item, ptx::opaque(item.head)) + row * kDstate +
+                     lane.t * static_cast<int>(16 / sizeof(Checkpoint));
+    if constexpr (kCopied) {
+      auto* copy = reinterpret_cast<unsigned char*>(state_of(of_item, ptx::opaque(item.head)));
+      const BothTargets<State, kDstate> target{params, to, copy + first_row / kRows * Slab::kBytes,
+                                               scale_of(of_item, item.head) + row,
+                                               static_cast<unsigned>(of_item.slot)};
+      fold_copied_slab<State, Act, kDstate>(target, group().B(), fold, lane);
     } else {
-      fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
+      Target<State, kDstate> target{params, to, nullptr};
+      if constexpr (convert::kScaled<State>) {
+        const float* decode = scales(parity) + row;
+        target.scale = scale_of(of_item, item.head) + row;
+        fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
+      } else {
+        fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
+      }
     }
   }
 };
@@ -331,23 +393,38 @@ struct Worker {
 template <class State, int kTokenTiles>
 constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
 
-template <class State, class Act, int kDstate, int kTokenTiles>
-__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
-    checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
-  const unsigned asked = ask_for_params(params);
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
+// The block's items, list after list.
+template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
+__device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
-  for (int first = 0; first < params.batch; first += kMostListed) {
+  for (int first = 0; first < params.batch; first += params.most_listed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
     const int2 listed = list_requests(list, params, first);
-    list.unused = asked;
     unsigned char* memory =
-        ptx::dynamic_smem() + sizeof(RequestList) + warp * params.bytes_of_share;
-    Worker<State, Act, kDstate, kTokenTiles>(params, list, listed, memory).run();
+        ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
+    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint>(params, list, listed, memory)
+        .run();
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
   if (params.zero_padding) zero_padding(params);
+}
+
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
+__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+    checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  do_step<State, Act, kDstate, kTokenTiles, false, Checkpoint>(params);
+}
+
+// What was written before the precompute is complete when this starts; what it writes itself is
+// waited for by each warp.
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
+__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+    checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
+  ptx::fence_acq_rel_gpu();
+  ptx::grid_dependency_launch();
+  do_step<State, Act, kDstate, kTokenTiles, true, Checkpoint>(params);
 }

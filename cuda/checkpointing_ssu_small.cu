@@ -15,6 +15,40 @@
 
 using namespace replay;
 
+// ---- before the kernel ahead has ended ----------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, int rows,
+                                              int elements) {
+  constexpr int kOfLine = 128 / sizeof(T);
+  for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+    for (int k = 0; k < elements; k += kOfLine) ptx::prefetch_L2(first + i * stride + k);
+  }
+}
+
+// Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but that
+// later reads are faster, so the slot may be one of before.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
+  const int row = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * params.rows_of_block;
+  unsigned slot = row;
+  if (params.slots != nullptr) {
+    const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
+    slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
+  }
+  if (slot >= static_cast<unsigned>(params.num_slots)) return;
+  const unsigned group = divide(head, params.inverse_heads_per_group);
+  const int rows = params.ring_buffer_len;
+  prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
+  prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
+  const State* state = static_cast<const State*>(params.state) + slot * params.state_slot_stride +
+                       head * params.state_head_stride + first_row * kDstate;
+  prefetch_rows(state, kDstate, min(params.rows_of_block, params.head_dim - first_row), kDstate);
+  prefetch_rows(x_ring<Act>(params, slot, head), params.x_cache_row_stride, rows, params.head_dim);
+  prefetch_rows(B_ring<Act>(params, slot, group), params.B_cache_row_stride, rows, kDstate);
+  prefetch_rows(dt_ring(params, slot, head), params.dt_cache_row_stride, rows, 1);
+}
+
 // ---- flush: all warps ---------------------------------------------------------------------------
 
 template <class State, class Act, int kDstate, int kTokens>
@@ -157,6 +191,7 @@ constexpr int kMostWarps = kTokens == 1 ? 14 : 10;
 template <class State, class Act, int kDstate, int kTokens>
 __global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
+  if (ptx::kHasDependentLaunch && params.starts_early) prefetch<State, Act, kDstate>(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   constexpr int kQuads = most_quads<State, kDstate, kTokens>();

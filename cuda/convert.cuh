@@ -12,6 +12,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 using int8 = signed char;
 using e4m3 = __nv_fp8_e4m3;
+struct e2m1 {};  // two codes in a byte
 
 namespace convert {
 
@@ -127,6 +128,11 @@ __device__ __forceinline__ uint32_t minus_1152(uint32_t pair) {
       __hsub2(reinterpret_cast<const __half2&>(pair), __half2half2(__half(1152.0f)));
   return reinterpret_cast<const uint32_t&>(difference);
 }
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  const __half2 product =
+      __hmul2_rn(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
 template <>
 __device__ __forceinline__ float2 unpack<e4m3>(uint32_t codes) {
   const __nv_fp8x2_storage_t pair = static_cast<__nv_fp8x2_storage_t>(codes & 0xffffu);
@@ -186,7 +192,7 @@ struct RowScale {
 
 template <class State>
 __device__ __forceinline__ RowScale row_scale(float amax) {
-  constexpr float kLargest = same<State, int8> ? 127.0f : 448.0f;
+  constexpr float kLargest = same<State, int8> ? 127.0f : same<State, e2m1> ? 2688.0f : 448.0f;
   const uint32_t amax_bits = __float_as_uint(amax);  // of a number that is not negative
   if (amax_bits >= 0x7f800000u) return {0.0f, __uint_as_float(0x7fc00000u)};
   if (amax_bits < 0x00800000u) return {0.0f, 1.0f};
@@ -301,6 +307,63 @@ template <>
 __device__ __forceinline__ uint32_t pack_codes<e4m3>(float2 a, float2 b) {
   const uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3);
   return low | static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+// ---- e2m1: blocks of 16 codes with an e4m3 scale ------------------------------------------------
+
+// Eight codes share a word: byte i holds code i below and code i + 4 above.
+
+// Codes as fp16 times 2^-14, exactly: their bits are the upper ones of a half with the same sign.
+__device__ __forceinline__ void unpack_e2m1(uint32_t codes, uint32_t (&pairs)[4]) {
+  const uint32_t first = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
+  const uint32_t second = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
+  pairs[0] = __byte_perm(first, 0, 0x1404), pairs[1] = __byte_perm(first, 0, 0x3424);
+  pairs[2] = __byte_perm(second, 0, 0x1404), pairs[3] = __byte_perm(second, 0, 0x3424);
+}
+
+// A block's scale times 2^7 as a pair of halves, exactly.
+__device__ __forceinline__ uint32_t block_scale_pair(uint32_t scale) {
+  const uint32_t below = scale * 0x00800080u;  // times 2^-8: the bits of e4m3 in fp16's places
+  return multiply_halves(below, 0x78007800u);
+}
+
+// What undoes the two powers of two.
+constexpr float kE2m1Unit = 128.0f;
+
+// How a block whose largest magnitude is `amax`, of a row that is scaled already, is stored: an
+// e4m3 scale, and what its values are multiplied by.
+struct BlockScale {
+  uint32_t code;
+  float inverse;
+};
+
+__device__ __forceinline__ BlockScale block_scale(float amax) {
+  const float2 wanted = make_float2(__fmul_rn(amax, 1.0f / 6.0f), 0.0f);
+  const uint32_t code = __nv_cvt_float2_to_fp8x2(wanted, __NV_SATFINITE, __NV_E4M3) & 0xffu;
+  return {code, code == 0 ? 0.0f : 1.0f / unpack<e4m3>(code).x};
+}
+
+// The code of a number: nearest, ties to even, at most 6. The number added leaves steps of half a
+// binade, as integers in the low bits.
+__device__ __forceinline__ uint32_t round_to_e2m1(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  const float magnitude = fminf(fabsf(v), 6.0f);
+  const uint32_t binade = max(__float_as_uint(magnitude) & 0x7f800000u, 0x3f800000u);
+  const uint32_t added = binade + (22u << 23);
+  const uint32_t steps = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(added))) - added;
+  return (steps + (binade >> 22) - 254u) | (bits >> 28 & 8u);
+}
+
+// Eight codes in a word.
+__device__ __forceinline__ uint32_t pack_e2m1(const float (&v)[8]) {
+  if constexpr (ptx::kHasE2m1Cvt) {
+    return ptx::cvt_e2m1x2(v);
+  } else {
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) codes |= round_to_e2m1(v[i]) << (8 * (i & 3) + (i & 4));
+    return codes;
+  }
 }
 
 }  // namespace convert

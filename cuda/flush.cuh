@@ -88,8 +88,8 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   uint32_t b[2][kPairs];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const Act* row = rows.B_row(map.old_row(window, 8 * i + lane.g));
-    load_row<16 / static_cast<int>(sizeof(State))>(b[i], row, lane.t, true);
+    const SwappedRow row = rows.B_row(map.old_row(window, 8 * i + lane.g));
+    load_row<16 / static_cast<int>(sizeof(State))>(b[i], row, lane.t);
 #pragma unroll
     for (int r = 0; r < kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
   }

@@ -11,13 +11,13 @@ struct FoldWeights {
 
   // Lanes 16 + j of `decays` hold the rows.
   __device__ __forceinline__ FoldWeights(const Decays& decays, const Lane& lane) {
-    const Sum total = shuffle(decays.sum, 31);
-    decay = fold_decay(decays, total);
+    const double total = __shfl_sync(kAllLanes, decays.sum, 31);
+    decay = decays.decay(total);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = kRows + 8 * (i >> 1) + 2 * lane.t + (i & 1);
-      coefficient[i] =
-          fold_weight(decays, total, shuffle(decays.sum, j), __shfl_sync(kAllLanes, decays.dt, j));
+      coefficient[i] = fold_weight(decays, total, __shfl_sync(kAllLanes, decays.sum, j),
+                                   __shfl_sync(kAllLanes, decays.dt, j));
     }
   }
 

@@ -7,26 +7,35 @@
 // of four-warp blocks. A warp works on one head at a time, on its slabs of 16 rows p in turn: the
 // next is on its way before the warp turns to it. Heads come first, then layers, then the requests
 // of the active list, up to its first negative entry. Reads source states and the first m ring
-// rows; writes destination states and scales, never a ring or a cursor.
+// rows; writes destination states, copies and scales, never a ring or a cursor.
 #include "fold.cuh"
+#include "read_copy.cuh"
 
 using namespace replay;
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 // Blocks that share a multiprocessor: as many as the registers of the pieces in flight allow.
-template <class State, int kDstate>
-constexpr int kResident = (sizeof(State) == 2 ? 4 : 3) - (kDstate > 128);
+template <class State, int kDstate, class Copy>
+constexpr int kResident =
+    (sizeof(State) == 2 && convert::same<State, Copy> ? 4 : 3) - (kDstate > 128);
 
 // Columns of a head that a warp folds at a time: 256 bytes of a row, so that the next ones fit into
-// registers. A row of an 8-bit state has as many, and needs all of them for its scale.
-template <class State, int kDstate>
-constexpr int kColumns = kDstate * sizeof(State) < 256 ? kDstate : 256 / sizeof(State);
+// registers. A row that is encoded as a whole needs all of them for its scale.
+template <class State, int kDstate, class Copy>
+constexpr int kColumns =
+    kDstate * sizeof(State) < 256 || !convert::same<State, Copy> ? kDstate : 256 / sizeof(State);
 
 // Folding a slab takes long for 8-bit states, and for rings whose values are two terms: the next
 // one is asked for meanwhile. Else it is asked for behind the last store, in longer bursts.
-template <class State, class Act>
-constexpr bool kAsksEarly = sizeof(State) == 1 || kExactTerms<Act> == 2;
+template <class State, class Act, class Copy>
+constexpr bool kAsksEarly =
+    convert::same<State, Copy> && (sizeof(State) == 1 || kExactTerms<Act> == 2);
+
+// A row that is encoded as a whole waits in registers; where it is too long for that it is folded
+// twice, first for its scale.
+template <int kDstate, class State, class Copy>
+constexpr int kFolds = kDstate > 128 && !convert::same<State, Copy> ? 2 : 1;
 
 // B of the rows that each warp folds, as operands: those of a lane, of pairs r and r + 1, lie
 // together, and it alone writes and reads them.
@@ -91,7 +100,14 @@ struct Item {
     return slot * params.state_slot_strides[layer] + head * params.state_head_stride;
   }
 
-  // The scale of the head's first row, of an 8-bit state.
+  // The first byte of the head in a slot's copy.
+  __device__ __forceinline__ unsigned char* copy(const MaterializeParams& params,
+                                                 int64_t slot) const {
+    return reinterpret_cast<unsigned char*>(params.state_copy_ptrs[layer]) +
+           slot * params.state_copy_slot_strides[layer] + head * params.state_copy_head_stride;
+  }
+
+  // The scale of the head's first row, of codes.
   __device__ __forceinline__ float* scale(const MaterializeParams& params, int64_t slot) const {
     return reinterpret_cast<float*>(params.state_scale_ptrs[layer]) +
            slot * params.state_scale_slot_strides[layer] + head * params.state_scale_head_stride;
@@ -123,8 +139,19 @@ struct Item {
   }
 };
 
+// The bytes of a head in a copy, which may be no multiple of what a warp takes at once.
+template <class Copy, int kDstate>
+__device__ __forceinline__ void copy_bytes_of_head(unsigned char* to, const unsigned char* from,
+                                                   int head_dim, const Lane& lane) {
+  const int vectors = head_dim / kRows * (kCopyBytes<Copy, kDstate> / 16);
+#pragma unroll 4
+  for (int i = lane.index; i < vectors; i += 32) {
+    ptx::st_global_v4(to + 16 * i, ptx::ld_global_v4(from + 16 * i));
+  }
+}
+
 // The bytes of a head and of its scales, many loads at once.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void copy_head(const MaterializeParams& params,
                                           const Item<State, Act>& item, const Lane& lane) {
   if (item.src == item.dst) return;
@@ -134,7 +161,7 @@ __device__ __forceinline__ void copy_head(const MaterializeParams& params,
       reinterpret_cast<const uint4*>(storage + item.state_at(params, item.src)) + lane.index;
   uint4* to = reinterpret_cast<uint4*>(storage + item.state_at(params, item.dst)) + lane.index;
   float scales[kMostScales];
-  if constexpr (convert::kScaled<State>) {
+  if constexpr (convert::kScaled<Copy>) {
     const float* scale = item.scale(params, item.src) + lane.index;
 #pragma unroll
     for (int i = 0; i < kMostScales; ++i) {
@@ -155,7 +182,11 @@ __device__ __forceinline__ void copy_head(const MaterializeParams& params,
       if (first + i < vectors) ptx::st_global_v4(to + 32 * (first + i), v[i]);
     }
   }
-  if constexpr (convert::kScaled<State>) {
+  if constexpr (!convert::same<State, Copy>) {
+    copy_bytes_of_head<Copy, kDstate>(item.copy(params, item.dst), item.copy(params, item.src),
+                                      params.head_dim, lane);
+  }
+  if constexpr (convert::kScaled<Copy>) {
     float* scale = item.scale(params, item.dst) + lane.index;
 #pragma unroll
     for (int i = 0; i < kMostScales; ++i) {
@@ -164,34 +195,84 @@ __device__ __forceinline__ void copy_head(const MaterializeParams& params,
   }
 }
 
-// Where a folded slab goes. A row of an 8-bit state is encoded when all of it is known, so its
-// values wait in registers; other states are stored piece by piece.
-template <class State, int kDstate, bool kStochastic>
+// Where a folded slab goes. A row of codes is encoded when all of it is known, so its values wait
+// in registers; other states are stored piece by piece.
+template <class State, int kDstate, bool kStochastic, class Copy>
 struct Destination {
   State* storage;
-  int64_t offset;  // of the lane's first piece in row g
-  float* scale;    // of row g, of an 8-bit state
+  int64_t offset;       // of the lane's first piece in row g
+  float* scale;         // of row g, of codes
+  unsigned char* copy;  // of the slab, where there is one
   Rounding rounding;
-  float2 rows[2][convert::kScaled<State> ? kDstate / 8 : 1];
+  static constexpr bool kTwice = kFolds<kDstate, State, Copy> == 2;
+  float2 rows[2][convert::kScaled<Copy> && !kTwice ? kDstate / 8 : 1];
+  float amax[2];  // of rows that are folded twice: what was found so far
 
   template <int kPairsOfPiece>
   __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece], int piece) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if constexpr (convert::kScaled<State>) {
+      if constexpr (convert::kScaled<Copy>) {
 #pragma unroll
-        for (int q = 0; q < kPairsOfPiece; ++q) rows[h][8 * piece + q] = folded[h][q];
+        for (int q = 0; q < kPairsOfPiece; ++q) rows[h][kPairsOfPiece * piece + q] = folded[h][q];
       } else {
-        const int64_t at = offset + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-        ptx::st_global_v4(storage + at,
-                          encode_piece_of_row<State, kStochastic>(folded[h], rounding, at));
+        store(folded[h], piece, h);
       }
+    }
+  }
+
+  template <int kPairsOfPiece>
+  __device__ __forceinline__ void store(const float2 (&folded)[kPairsOfPiece], int piece,
+                                        int h) const {
+    const int64_t at = offset + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
+    ptx::st_global_v4(storage + at, encode_piece_of_row<State, kStochastic>(folded, rounding, at));
+  }
+
+  // Row g + 8 h of a state that has a copy.
+  __device__ __forceinline__ void store_both(const float2 (&row)[kDstate / 8], int h,
+                                             const Lane& lane) const {
+#pragma unroll
+    for (int J = 0; J < kDstate / 32; ++J) {
+      const float2 piece[4] = {row[4 * J], row[4 * J + 1], row[4 * J + 2], row[4 * J + 3]};
+      store(piece, J, h);
+    }
+    store_copied_row<Copy, kDstate>(copy, lane.g + 8 * h, scale + 8 * h, row, lane);
+  }
+
+  // The same for rows that are folded twice: the first time only their largest number counts.
+  __device__ __forceinline__ void put_again(const float2 (&folded)[2][4], int piece, bool first,
+                                            const Lane& lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (first) {
+        amax[h] = ptx::max_magnitude(piece == 0 ? 0.0f : amax[h], largest(folded[h]));
+        continue;
+      }
+      store(folded[h], piece, h);
+      const convert::RowScale of_all = convert::row_scale<Copy>(of_row(amax[h]));
+      float2 part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[i] = of_all.scaled(folded[h][i]);
+      store_copied<Copy>(copy, kDstate, lane.g + 8 * h, 8 * (4 * piece + lane.t), of_all, part);
+      if (lane.t == 0) scale[8 * h] = of_all.decode;
     }
   }
 
   // Stores what waits, and moves on to the next slab.
   __device__ __forceinline__ void finish(const Lane& lane) {
-    if constexpr (convert::kScaled<State>) {
+    if constexpr (kTwice) {
+      copy += kCopyBytes<Copy, kDstate>;
+      scale += kRows;
+    } else if constexpr (!convert::same<State, Copy>) {
+#pragma unroll 1  // one row after the other through the same code
+      for (int h = 0; h < 2; ++h) {
+        store_both(rows[0], h, lane);
+#pragma unroll
+        for (int i = 0; i < kDstate / 8; ++i) rows[0][i] = rows[1][i];
+      }
+      copy += kCopyBytes<Copy, kDstate>;
+      scale += kRows;
+    } else if constexpr (convert::kScaled<State>) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int64_t at = offset + 8 * h * kDstate;
@@ -205,19 +286,19 @@ struct Destination {
 };
 
 // What a lane needs of one slab, as loaded: pieces and scales of rows g and g + 8, and rows of x.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Copy>
 struct Given {
   static constexpr int kPiece = 16 / sizeof(State);
-  static constexpr int kPieces = kColumns<State, kDstate> / (4 * kPiece);
+  static constexpr int kPieces = kColumns<State, kDstate, Copy> / (4 * kPiece);
   uint4 pieces[kPieces][2];
   float scale[2];
   uint32_t x[2][2];
 };
 
 // Where a lane's loads of the next slab begin.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Copy>
 struct Source {
-  using Slab = Given<State, Act, kDstate>;
+  using Slab = Given<State, Act, kDstate, Copy>;
   const State* state;  // the lane's first piece in row g
   const float* scale;  // of row g, of an 8-bit state
   const Act* x[2];     // of ring rows g and g + 8
@@ -255,11 +336,11 @@ struct Source {
 };
 
 // B of the item's rows from `column` on, which are read in the lanes' order of columns.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void prepare_B(uint4* B, const MaterializeParams& params,
                                           const Item<State, Act>& item, int column,
                                           const Lane& lane) {
-  constexpr int kPairs = kColumns<State, kDstate> / 8;
+  constexpr int kPairs = kColumns<State, kDstate, Copy> / 8;
   uint32_t b[2][kPairs];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -275,14 +356,14 @@ __device__ __forceinline__ void prepare_B(uint4* B, const MaterializeParams& par
 }
 
 // Folds the rows into the slabs of a head, of which the first is on its way.
-template <class State, class Act, int kDstate, bool kStochastic>
-__device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
-                                           Source<State, Act, kDstate>& source,
-                                           Destination<State, kDstate, kStochastic> target,
+template <class State, class Act, int kDstate, bool kStochastic, class Copy>
+__device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& slab,
+                                           Source<State, Act, kDstate, Copy>& source,
+                                           Destination<State, kDstate, kStochastic, Copy> target,
                                            const FoldWeights& weights, const uint4* B, int slabs,
                                            const Lane& lane) {
-  using Slab = Given<State, Act, kDstate>;
-  constexpr int kPairsOfPiece = Slab::kPiece / 2;
+  using Slab = Given<State, Act, kDstate, Copy>;
+  constexpr int kPairsOfPiece = Slab::kPiece / 2, kTimes = kFolds<kDstate, State, Copy>;
 #pragma unroll 1
   for (int left = slabs - 1; left >= 0; --left) {
     source.advance();
@@ -291,26 +372,33 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
     const Fold<State> fold = prepare_fold<State, Act>(weights, x);
     float decay[2] = {fold.decay, fold.decay};
     if constexpr (convert::kScaled<State>) decay[0] *= slab.scale[0], decay[1] *= slab.scale[1];
-    if (kAsksEarly<State, Act> && left > 0) source.ask_for_rows(slab);
+    if (kAsksEarly<State, Act, Copy> && left > 0) source.ask_for_rows(slab);
+#pragma unroll 1
+    for (int time = 0; time < kTimes; ++time) {
 #pragma unroll
-    for (int J = 0; J < Slab::kPieces; ++J) {
-      const uint4 upper = slab.pieces[J][0], lower = slab.pieces[J][1];
-      float2 folded[2][kPairsOfPiece];
+      for (int J = 0; J < Slab::kPieces; ++J) {
+        const uint4 upper = slab.pieces[J][0], lower = slab.pieces[J][1];
+        float2 folded[2][kPairsOfPiece];
 #pragma unroll
-      for (int q = 0; q < kPairsOfPiece; q += 2) {
-        const uint4 b = B[16 * (J * kPairsOfPiece + q)];
-        float2 u[2], l[2];
-        piece_pairs<State>(upper, q, u);
-        piece_pairs<State>(lower, q, l);
-        fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
-        fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay,
-                              fold);
+        for (int q = 0; q < kPairsOfPiece; q += 2) {
+          const uint4 b = B[16 * (J * kPairsOfPiece + q)];
+          float2 u[2], l[2];
+          piece_pairs<State>(upper, q, u);
+          piece_pairs<State>(lower, q, l);
+          fold_pair<State, Act>(folded[0][q], folded[1][q], u[0], l[0], b.x, b.y, decay, fold);
+          fold_pair<State, Act>(folded[0][q + 1], folded[1][q + 1], u[1], l[1], b.z, b.w, decay,
+                                fold);
+        }
+        if (kAsksEarly<State, Act, Copy> && left > 0) source.ask_for_piece(slab, J);
+        if constexpr (kTimes == 1) {
+          target.put(folded, J);
+        } else {
+          target.put_again(folded, J, time == 0, lane);
+        }
       }
-      if (kAsksEarly<State, Act> && left > 0) source.ask_for_piece(slab, J);
-      target.put(folded, J);
     }
     target.finish(lane);
-    if (!kAsksEarly<State, Act> && left > 0) {
+    if (!kAsksEarly<State, Act, Copy> && left > 0) {
       source.ask_for_pieces(slab);
       source.ask_for_rows(slab);
     }
@@ -318,15 +406,15 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate>& slab,
 }
 
 // Folds the rows into a head's columns from `column` on.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
                                              const Item<State, Act>& item, uint4* B, int column,
                                              const Lane& lane) {
-  using Slab = Given<State, Act, kDstate>;
+  using Slab = Given<State, Act, kDstate, Copy>;
   const float A = item.A(params), dt = item.dt(params, lane.index & 15);
   State* storage = item.storage(params);
   const int in_slab = lane.g * kDstate + column + lane.t * Slab::kPiece;
-  Source<State, Act, kDstate> source;
+  Source<State, Act, kDstate, Copy> source;
   source.state = storage + item.state_at(params, item.src) + in_slab;
   if constexpr (convert::kScaled<State>) source.scale = item.scale(params, item.src) + lane.g;
 #pragma unroll
@@ -338,29 +426,32 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
   source.ask_for_pieces(slab);
   source.ask_for_rows(slab);
   __syncwarp();  // else the compiler asks for all of this when B has come
-  prepare_B<State, Act, kDstate>(B, params, item, column, lane);
+  prepare_B<State, Act, kDstate, Copy>(B, params, item, column, lane);
   const FoldWeights weights(Decays(dt, A), lane);
   const int64_t offset = item.state_at(params, item.dst) + in_slab;
   float* scale = nullptr;
-  if constexpr (convert::kScaled<State>) scale = item.scale(params, item.dst) + lane.g;
+  if constexpr (convert::kScaled<Copy>) scale = item.scale(params, item.dst) + lane.g;
+  unsigned char* copy = nullptr;
+  if constexpr (!convert::same<State, Copy>) copy = item.copy(params, item.dst);
   const int slabs = params.head_dim / kRows;
   // The two ways to round are apart, so that the common one runs through short code.
   if (sizeof(State) < 4 && params.rand_seed != nullptr && params.philox_rounds > 0) {
     Rounding rounding;
     rounding.seed = convert::mix_seed(static_cast<uint64_t>(*params.rand_seed), item.layer);
     rounding.rounds = params.philox_rounds;
-    fold_slabs<State, Act, kDstate, true>(slab, source, {storage, offset, scale, rounding}, weights,
-                                          B, slabs, lane);
+    fold_slabs<State, Act, kDstate, true, Copy>(
+        slab, source, {storage, offset, scale, copy, rounding}, weights, B, slabs, lane);
   } else {
-    fold_slabs<State, Act, kDstate, false>(slab, source, {storage, offset, scale}, weights, B,
-                                           slabs, lane);
+    fold_slabs<State, Act, kDstate, false, Copy>(slab, source, {storage, offset, scale, copy},
+                                                 weights, B, slabs, lane);
   }
 }
 
-template <class State, class Act, int kDstate>
-__global__ void __launch_bounds__(kThreads, kResident<State, kDstate>)
+// What steps read is a copy where its type is another one.
+template <class State, class Act, int kDstate, class Copy = State>
+__global__ void __launch_bounds__(kThreads, kResident<State, kDstate, Copy>)
     materialize(const __grid_constant__ MaterializeParams params) {
-  constexpr int kAtOnce = kColumns<State, kDstate>;
+  constexpr int kAtOnce = kColumns<State, kDstate, Copy>;
   __shared__ Shared<kAtOnce> shared;
   const Lane lane;
   const int warp = threadIdx.x >> 5;
@@ -374,10 +465,11 @@ __global__ void __launch_bounds__(kThreads, kResident<State, kDstate>)
       if (request >= params.batch) continue;
     }
     const Item<State, Act> item(params, place, request);
-    if (item.rows == 0) copy_head<State, Act, kDstate>(params, item, lane);
+    if (item.rows == 0) copy_head<State, Act, kDstate, Copy>(params, item, lane);
 #pragma unroll 1
     for (int column = 0; column < kDstate && item.rows > 0; column += kAtOnce) {
-      fold_columns<State, Act, kDstate>(params, item, &shared.B[warp][0][lane.index], column, lane);
+      fold_columns<State, Act, kDstate, Copy>(params, item, &shared.B[warp][0][lane.index], column,
+                                              lane);
     }
   }
 }

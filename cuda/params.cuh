@@ -28,7 +28,8 @@ struct CheckpointingSsuParams {
   // Of the small form: warps for the state, and how many times four rows of a head each takes; rows
   // and threads of a block; ring rows that it looks at, and whether they are all of the ring, by
   // their places.
-  int state_warps, quads, rows_of_block, threads, ring_rows;
+  int state_warps, quads, rows_of_block, threads, ring_rows, by_place;
+  int starts_early;                 // 1: before the kernel ahead has ended
   int64_t inverse_heads_per_group;  // as `divide` takes it
   const void* C;                    // (batch, npredicted, ngroups, dstate)
   int64_t C_batch_stride, C_token_stride, C_group_stride;
@@ -37,13 +38,14 @@ struct CheckpointingSsuParams {
   int64_t x_batch_stride, x_token_stride, x_head_stride;
   void* state;  // (num_slots, nheads, head_dim, dstate), written on flush
   int64_t state_slot_stride, state_head_stride;
-  float* state_scale;  // (num_slots, nheads, head_dim), of 8-bit states, or null
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
   int64_t state_scale_slot_stride, state_scale_head_stride;
   void* x_cache;  // (num_slots, nheads, ring_buffer_len, head_dim), appended
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
-  int ring_buffer_len, by_place, head_dim;
-  int out_type;  // FloatType: that of x, or kFloat32
-  void* out;     // (batch, npredicted, nheads, head_dim)
+  int ring_buffer_len, head_dim;
+  int out_type;      // FloatType: that of x, or kFloat32
+  int zero_padding;  // 1: rows of `out` of padding become 0
+  void* out;         // (batch, npredicted, nheads, head_dim)
   int64_t out_batch_stride, out_token_stride, out_head_stride;
   const void* dt_bias;  // (nheads,) or null
   int64_t dt_bias_stride;
@@ -68,19 +70,30 @@ struct CheckpointingSsuParams {
   int64_t force_flush_stride;
   int max_window;
   int dt_softplus;  // 0 or 1
-  int heads_per_group;
-  int zero_padding;  // 1: rows of `out` of padding become 0
+  int heads_per_group, nheads;
   int64_t z_batch_stride, z_token_stride, z_head_stride;
   const int64_t* rand_seed;  // (1,) or null: round to nearest
   int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
-  int batch, nheads;
+  void* state_copy;          // (num_slots, nheads, bytes...) read instead, or null
+  int64_t state_copy_slot_stride, state_copy_head_stride;
+  const int* events;  // (num_slots,) of flushes, for their random bits, or null
+  int64_t events_stride;
+  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
+  float* cumAdt_vec;  // (batch, nheads, words), likewise
+  float* cb_old;      // (batch, nheads, words), likewise
   // Of the form for many heads; the inverses are as `divide` takes them.
   int64_t inverse_items_of_sequence, inverse_items_of_group;
-  int heads_of_item, items_of_sequence, items_of_group;  // at most 8 heads
-  // Bytes of a warp's share of shared memory behind the list, and in it the places of the parts, as
-  // replayssm_cupy/schedule.py lays them out.
+  int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
+  int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
+  int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
+  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
+  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
+  // out.
+  int batch, most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
+  int at_cursors;
+  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
 };
 
 struct SelectiveStateUpdateParams {
@@ -135,6 +148,37 @@ struct AdvanceRingParams {
   int num_accepted_type, query_lens_type, slots_type;  // IndexType
 };
 
+struct BeginStepParams {
+  int* positions;                 // (num_slots, words), moved on
+  const void* slots;              // (batch,) or null: slot = batch row
+  const void* num_accepted;       // (batch,) of the window before, or null: all of it
+  const int* cu_seqlens;          // (batch + 1,) or null: npredicted tokens in every row
+  int* ring_start;                // (num_slots,), written
+  int* prev_num_accepted_tokens;  // (num_slots,), written
+  int* events;                    // (num_slots,), written
+  int64_t* rand_seed;             // (1,), written
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, num_accepted_stride;
+  int64_t pad_slot_id, seed;
+  int num_slots, batch, npredicted, max_window, ring_buffer_len, words;
+  int slots_type, num_accepted_type;  // IndexType
+};
+
+constexpr int kRings = 3;  // x, B and dt
+
+// Words have four bytes; strides count them.
+struct ClearRingsParams {
+  void* rings[kRings];  // each (num_slots, heads, words_of_head), zeroed
+  int64_t ring_slot_strides[kRings];
+  int64_t ring_head_strides[kRings];
+  int* positions;     // (num_slots, words), zeroed
+  const void* slots;  // (batch,) or null: slot = batch row
+  int64_t positions_slot_stride, positions_word_stride, slots_stride, pad_slot_id;
+  int heads[kRings];
+  int words_of_head[kRings];
+  int num_slots, batch, words;
+  int slots_type;  // IndexType
+};
+
 // States of up to this many layers are reset by one launch; the table travels with the launch.
 constexpr int kMaxResetLayers = 128;
 
@@ -156,16 +200,19 @@ struct ResetSlotsParams {
 
 struct LoadStateParams {
   void* state;         // (num_slots, nheads, head_dim, dstate), the slots written
-  float* state_scale;  // (num_slots, nheads, head_dim), of 8-bit states, or null
+  void* state_copy;    // (num_slots, nheads, bytes...), the slots written, or null
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
   const void* source;  // (batch, nheads, head_dim, dstate)
   const void* slots;   // (batch,) or null: slot = batch row
-  int64_t state_slot_stride, state_head_stride;
+  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
   int64_t state_scale_slot_stride, state_scale_head_stride;
   int64_t source_batch_stride, source_head_stride;
   int64_t slots_stride;
   int64_t pad_slot_id;
+  int64_t seed;  // of the random bits
   int num_slots, batch, nheads, head_dim, dstate;
-  int slots_type;  // IndexType
+  int slots_type;     // IndexType
+  int philox_rounds;  // of a state with a copy; 0 rounds to nearest
 };
 
 // Tables of addresses and strides hold one entry per layer; inside a slot all layers lie alike.
@@ -181,13 +228,15 @@ struct MaterializeParams {
   const int64_t* A_ptrs;                    // (layers,), of (nheads,)
   const int64_t* state_scale_ptrs;          // (layers,), of (num_slots, nheads, head_dim), or 0
   const int64_t* state_scale_slot_strides;  // (layers,)
+  const int64_t* state_copy_ptrs;           // (layers,), of (num_slots, nheads, bytes...), or null
+  const int64_t* state_copy_slot_strides;   // (layers,), or null
   const void* src_slots;                    // (layers, batch)
   const void* dst_slots;                    // (layers, batch)
   const int* ring_start;                    // (batch,)
   const int* replay_prefix_len;             // (batch,), negative: nothing to do
   const int* active_request_indices;        // (batch,), up to a negative one, or null: all
   const int64_t* rand_seed;                 // (1,) or null: round to nearest
-  int64_t state_head_stride, state_scale_head_stride;
+  int64_t state_head_stride, state_scale_head_stride, state_copy_head_stride;
   int64_t x_cache_head_stride, x_cache_row_stride;
   int64_t B_cache_group_stride, B_cache_row_stride;
   int64_t dt_cache_head_stride, dt_cache_row_stride;
@@ -226,12 +275,12 @@ struct PlanMaterializeParams {
   int move_cursors;  // 1: those of the destinations
 };
 
-// The arrays of a slot: state, scale, x, B and dt rings. Each is a number of blocks (heads, groups)
-// of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
-constexpr int kSlotArrays = 5;
+// The arrays of a slot: state, copy, scale, x, B and dt rings. Each is a number of blocks (heads,
+// groups) of rows: those of a ring, of which the live ones count, or one. All strides are in bytes.
+constexpr int kSlotArrays = 6;
 
 struct CopySlotsParams {
-  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where there is no scale
+  const int64_t* ptrs[kSlotArrays];          // (layers,), addresses, 0 where an array is not there
   const int64_t* slot_strides[kSlotArrays];  // (layers,), in elements
   int64_t block_strides[kSlotArrays];
   int64_t row_strides[kSlotArrays];
@@ -322,6 +371,7 @@ struct CheckMaterializeParams {
   const int64_t* dt_cache_ptrs;         // (layers,)
   const int64_t* A_ptrs;                // (layers,)
   const int64_t* state_scale_ptrs;      // (layers,)
+  const int64_t* state_copy_ptrs;       // (layers,) or null
   const void* src_slots;                // (layers, batch)
   const void* dst_slots;                // (layers, batch)
   const int* ring_start;                // (batch,)
@@ -335,6 +385,7 @@ struct CheckMaterializeParams {
   int64_t pad_slot_id, num_slots;
   int layers, batch, max_window, ring_buffer_len;
   int src_slots_type, dst_slots_type;  // IndexType
-  int scaled;                          // 1: an 8-bit state, which has scales
+  int scaled;                          // 1: codes, which have scales
+  int copied;                          // 1: a state that has a copy
   int bytes_of_A;                      // of an element
 };

@@ -71,6 +71,18 @@ __device__ __forceinline__ void st_global_v4(void* p, uint4 v) {
                : "memory");
 }
 
+// From the L2, which knows what other multiprocessors have written.
+__device__ __forceinline__ unsigned ld_relaxed_gpu_u32(const void* p) {
+  unsigned v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Asks the L2 for the line of an address.
+__device__ __forceinline__ void prefetch_L2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- shared memory, and copies into it ----------------------------------------------------------
 
 using smem_t = unsigned;  // an address in shared memory
@@ -176,8 +188,10 @@ __device__ __forceinline__ void store_keep16(void* to, uint4 v) {
 // ---- programmatic dependent launch, from sm_90 on -----------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
+constexpr bool kHasDependentLaunch = true;
 #define PTX_SM90(...) asm volatile(__VA_ARGS__)
 #else
+constexpr bool kHasDependentLaunch = false;
 #define PTX_SM90(...)
 #endif
 
@@ -214,10 +228,15 @@ __device__ __forceinline__ void keep_order() {
   asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
 }
 
-// The same, and behind it `v` is known: the compiler would put sums off until after a barrier.
-__device__ __forceinline__ void keep_order(float v) {
+// Behind it `v` is known: the compiler would put its sums off until after a barrier.
+__device__ __forceinline__ void known_now(float v) {
   const unsigned all = ~(__float_as_uint(v) & zero_of_lane());
   asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
+}
+
+// What is written already is seen by the loads that follow, whatever the multiprocessor has cached.
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
@@ -259,6 +278,28 @@ __device__ __forceinline__ void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, 
       "{ .reg .b16 a, b; mov.b32 {a, b}, %2; "
       "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low),
       "=r"(high) : "r"(codes));
+}
+
+// Eight floats as e2m1 codes: to nearest, at most 6. On some targets only, so ask `kHasE2m1Cvt`
+// first.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+constexpr bool kHasE2m1Cvt = true;
+#define PTX_CVT_E2M1(...) asm(__VA_ARGS__)
+#else
+constexpr bool kHasE2m1Cvt = false;
+#define PTX_CVT_E2M1(...) r = 0
+#endif
+
+// Byte i holds code i below and code i + 4 above.
+__device__ __forceinline__ unsigned cvt_e2m1x2(const float (&v)[8]) {
+  unsigned r;
+  PTX_CVT_E2M1(
+      "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %5, %1; "
+      "cvt.rn.satfinite.e2m1x2.f32 b, %6, %2; cvt.rn.satfinite.e2m1x2.f32 c, %7, %3; "
+      "cvt.rn.satfinite.e2m1x2.f32 d, %8, %4; mov.b32 %0, {a, b, c, d}; }" : "=r"(r) : "f"(v[0]),
+      "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return r;
 }
 
 // Stochastic rounding in hardware: sm_100a and sm_103a only, so ask `kHasStochasticCvt` first.

@@ -229,14 +229,14 @@ struct StateWarp : Block<kTokens> {
            index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
   }
 
-  __device__ __forceinline__ static void keep_order(const float (&sums)[kQuads][kTokens]) {
+  __device__ __forceinline__ static void wait_for_sums(const float (&sums)[kQuads][kTokens]) {
     float all = 0.0f;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) all += sums[i][t];
     }
-    ptx::keep_order(all);
+    ptx::known_now(all);
   }
 
   // The outputs of all passes; the weights are waited for in the first.
@@ -254,7 +254,7 @@ struct StateWarp : Block<kTokens> {
       last = kTokens == 1 || first + kTokens >= request.window.q;
       if (!last) load_pass(in, first + kTokens, p);
       if (first == 0) {
-        keep_order(sums);
+        wait_for_sums(sums);
         ptx::barrier_sync<1>(params.threads);
       }
       add_rows(sums, in, first, p);

@@ -24,6 +24,12 @@ struct Lane {
   __device__ int transposed_column() const { return (index & 8) * 2; }
 };
 
+// Columns of a row of state that a lane reads at once: 16 bytes, or its share of a short row.
+template <class State, int kDstate>
+constexpr int kPieceOf = 16 / sizeof(State);
+template <int kDstate>
+constexpr int kPieceOf<e2m1, kDstate> = kDstate < 128 ? kDstate / 4 : 32;
+
 // How a state type and dstate fall into pieces and chunks. A chunk is what a lane keeps in
 // registers.
 template <class State, int kDstate>
@@ -91,48 +97,33 @@ struct Window {
 
 // ---- decays -------------------------------------------------------------------------------------
 
-// A sum as high + low part: differences of prefix sums stay exact after a large dt.
-struct Sum {
-  float high, low;
-};
-
-__device__ __forceinline__ Sum add(Sum a, Sum b) {
-  const float high = a.high + b.high, shift = high - a.high;
-  return {high, (a.high - (high - shift)) + (b.high - shift) + (a.low + b.low)};
-}
-
-__device__ __forceinline__ float difference(Sum a, Sum b) {
-  return (a.high - b.high) + (a.low - b.low);
-}
-
-__device__ __forceinline__ Sum shuffle(Sum v, int lane) {
-  return {__shfl_sync(kAllLanes, v.high, lane), __shfl_sync(kAllLanes, v.low, lane)};
-}
-
 // A lane holds dt of one row, and the sum of dt up to it, over as many lanes as there are rows.
+// Sums are doubles: their differences stay exact after a large dt.
 struct Decays {
   float dt, a;  // a = A * log2(e): decays are powers of two
-  Sum sum;
-  __device__ Decays() : dt(0.0f), a(0.0f), sum{0.0f, 0.0f} {}
+  double sum;
+  __device__ Decays() : dt(0.0f), a(0.0f), sum(0.0) {}
   __device__ __forceinline__ Decays(float dt_of_row, float A, int rows = kRows)
-      : dt(dt_of_row), a(A * kLog2e), sum{dt_of_row, 0.0f} {
+      : dt(dt_of_row), a(A * kLog2e), sum(dt_of_row) {
     const int row = threadIdx.x & (rows - 1);
 #pragma unroll
     for (int step = 1; step < 2 * kRows; step <<= 1) {
       if (step == rows) break;
-      const Sum before = {__shfl_up_sync(kAllLanes, sum.high, step, rows),
-                          __shfl_up_sync(kAllLanes, sum.low, step, rows)};
-      if (row >= step) sum = add(before, sum);
+      const double before = __shfl_up_sync(kAllLanes, sum, step, rows);
+      if (row >= step) sum += before;
     }
   }
+  // exp of the sum, and of what lies between two sums.
+  __device__ __forceinline__ float decay(double to) const {
+    return ptx::ex2(a * static_cast<float>(to));
+  }
+  __device__ __forceinline__ float decay(double from, double to) const { return decay(to - from); }
 };
 
 // What a row weighs in a fold, exp(c_m - c_j) dt_j, and the state itself, exp(c_m).
-__device__ __forceinline__ float fold_weight(const Decays& decays, Sum total, Sum sum, float dt) {
-  return ptx::ex2(decays.a * difference(total, sum)) * dt;
-}
-__device__ __forceinline__ float fold_decay(const Decays& decays, Sum total) {
-  return ptx::ex2(decays.a * total.high);
+__device__ __forceinline__ float fold_weight(const Decays& decays, double total, double sum,
+                                             float dt) {
+  return decays.decay(sum, total) * dt;
 }
 
 template <class Params>

@@ -26,18 +26,19 @@ __device__ __forceinline__ Request unpack_request(const Entry& entry) {
           {c & 0xffff, c >> 16 & 63, c >> 22 & 63, (c >> 28 & 1) != 0}};
 }
 
-constexpr int kMostListed = 512;  // sequences at a time
 constexpr int kMostWarps = 32;
 
-struct alignas(128) RequestList {
-  Entry entries[kMostListed];  // those that flush from the front on, the others from the back
+// In front of its entries: those that flush from the first on, the others from the last.
+struct alignas(16) RequestList {
   int counts[kMostWarps][2];
   int taken, appended;  // items of this block, and tokens
-  unsigned unused;
+
+  __device__ __forceinline__ Entry* entries() { return reinterpret_cast<Entry*>(this + 1); }
 
   // Sequence n in the order of work: those that flush come first.
-  __device__ __forceinline__ const Entry& entry(int n, int2 listed) const {
-    return entries[n < listed.x ? n : kMostListed - 1 - (n - listed.x)];
+  __device__ __forceinline__ const Entry& entry(const CheckpointingSsuParams& params, int n,
+                                                int2 listed) {
+    return entries()[n < listed.x ? n : params.most_listed - 1 - (n - listed.x)];
   }
 };
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ int take(int& counter) {
 __device__ __forceinline__ int2 list_requests(RequestList& list,
                                               const CheckpointingSsuParams& params, int first) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const int end = min(first + kMostListed, params.batch);
+  const int end = min(first + params.most_listed, params.batch);
   int2 listed = make_int2(0, 0);
   for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
     const int row = base + static_cast<int>(threadIdx.x);
@@ -81,9 +82,10 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
       if (w < warp) before.x += list.counts[w][0], before.y += list.counts[w][1];
     }
     const unsigned lower = (1u << lane) - 1u;
-    if (flush) list.entries[before.x + __popc(flushing & lower)] = pack_request(request);
+    if (flush) list.entries()[before.x + __popc(flushing & lower)] = pack_request(request);
     if (stay) {
-      list.entries[kMostListed - 1 - before.y - __popc(staying & lower)] = pack_request(request);
+      list.entries()[params.most_listed - 1 - before.y - __popc(staying & lower)] =
+          pack_request(request);
     }
     __syncthreads();
   }
@@ -146,7 +148,7 @@ __device__ __forceinline__ void append(RequestList& list, const CheckpointingSsu
     const int i = take(list.appended) * gridDim.x + blockIdx.x;
     if (i >= end) return;
     const int n = i / params.npredicted, t = i - n * params.npredicted;
-    const Request request = unpack_request(list.entry(n, listed));
+    const Request request = unpack_request(list.entry(params, n, listed));
     if (t >= request.window.q) continue;
     const Window& window = request.window;
     const int first = ring_row(window.start, window.live, params.ring_buffer_len);

@@ -8,14 +8,6 @@
 
 namespace replay {
 
-// Asks for all of the record at once, a line a lane: the constant cache would fetch line after line
-// as they come up. Whatever uses the result waits for them.
-template <class Params>
-__device__ __forceinline__ unsigned ask_for_params(const Params& params) {
-  constexpr unsigned kWords = sizeof(Params) / 4;
-  return reinterpret_cast<const unsigned*>(&params)[min(16 * (threadIdx.x & 31), kWords - 1)];
-}
-
 // n / d where n * d < 2^44 and n / d < 2^20; `inverse` is 2^44 / d, rounded up.
 __device__ __forceinline__ unsigned divide(unsigned n, int64_t inverse) {
   return static_cast<unsigned>(static_cast<uint64_t>(n) * static_cast<uint64_t>(inverse) >> 44);
@@ -149,28 +141,27 @@ struct Spread {
   }
 };
 
-// Starts the copies of `count` rows of a ring from ring row `first` on, four at once; `to` and
-// `ring` are the thread's place in row 0.
-template <class Act>
-__device__ __forceinline__ void copy_ring_rows(ptx::smem_t to, int pitch, const Act* ring,
-                                               int64_t stride, int first, int count, int ring_rows,
-                                               const Spread& spread) {
+// Starts the copies of `count` rows of a ring from ring row `first` on, four at once; `ring` is the
+// thread's piece of row 0, `place` that of a row behind `to`.
+template <class Act, class Place>
+__device__ __forceinline__ void copy_ring_rows(ptx::smem_t to, const Act* ring, int64_t stride,
+                                               int first, int count, int ring_rows,
+                                               const Spread& spread, Place place) {
   constexpr int kAtOnce = 4;
   for (int j = spread.row; j < count; j += kAtOnce * spread.rows) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = j + i * spread.rows;
-      ptx::cp_async16_if(row < count, to + row * pitch,
+      ptx::cp_async16_if(row < count, to + place(row),
                          ring + row_offset(ring_row(first, row, ring_rows), stride));
     }
   }
 }
 
-// Sizes in bytes. Pitches keep the reads of a fragment apart in the banks: x is read eight rows at
-// once, 16 bytes each; B and C two rows at once, 64 bytes each.
+// Sizes in bytes. The pitch of x keeps the reads of a fragment apart in the banks: eight rows at
+// once, 16 bytes each.
 template <class Act, int kDstate>
 struct TileShape {
-  static constexpr int kPitch = kDstate * sizeof(Act) + 64;  // of a row of B, C
   int x_pitch, old_rows, tokens;
   bool gated;
 
@@ -207,8 +198,9 @@ struct HeadTile {
                                             const Request& request, int head, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
-    copy_ring_rows(ptx::to_smem(x) + 16 * spread.piece, shape.x_pitch, ring,
-                   params.x_cache_row_stride, first, count, params.ring_buffer_len, spread);
+    copy_ring_rows(ptx::to_smem(x) + 16 * spread.piece, ring, params.x_cache_row_stride, first,
+                   count, params.ring_buffer_len, spread,
+                   [&](int row) { return row * shape.x_pitch; });
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
@@ -251,46 +243,105 @@ struct HeadTile {
   }
 };
 
+// A row of B or C. Odd rows swap the halves of 128 bytes, so that two rows, 64 bytes each, are read
+// without a bank conflict.
+struct SwappedRow {
+  const unsigned char* bytes;
+  int swap;  // 0, or 64 in an odd row
+
+  // Pieces of `kBytes` bytes that lie four apart, from piece t on.
+  template <int kBytes>
+  struct Pieces {
+    const unsigned char *plus, *minus;
+    template <class T>
+    __device__ __forceinline__ T load(int J) const {
+      const int offset = 4 * kBytes * J;
+      return *reinterpret_cast<const T*>((offset & 64 ? minus : plus) + offset);
+    }
+  };
+  template <int kBytes>
+  __device__ __forceinline__ Pieces<kBytes> pieces(int t) const {
+    if constexpr (kBytes < 32) return {bytes + kBytes * t + swap, bytes + kBytes * t - swap};
+    const unsigned char* first = bytes + (kBytes * t ^ swap);
+    return {first, first};
+  }
+};
+
+// One row of B or C in the lanes' order of columns.
+template <int kPiece, int kPairs>
+__device__ __forceinline__ void load_row(uint32_t (&pairs)[kPairs], const SwappedRow& row, int t) {
+  const auto pieces = row.pieces<2 * kPiece>(t);
+#pragma unroll
+  for (int J = 0; J < 2 * kPairs / kPiece; ++J) {
+    uint32_t* to = pairs + J * kPiece / 2;
+    if constexpr (kPiece == 4) {
+      const uint2 v = pieces.template load<uint2>(J);
+      to[0] = v.x, to[1] = v.y;
+    } else {
+      struct alignas(16) Piece {
+        uint4 v[kPiece / 8];
+      };
+      const Piece piece = pieces.template load<Piece>(J);
+#pragma unroll
+      for (int i = 0; i < kPiece / 8; ++i) {
+        const uint4 v = piece.v[i];
+        to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+      }
+    }
+  }
+}
+
 // C and B of a group.
 template <class Act, int kDstate>
 struct GroupTile {
   unsigned char* C;
   const TileShape<Act, kDstate>& shape;
-  static constexpr int kPitch = TileShape<Act, kDstate>::kPitch;
+  static constexpr int kPitch = kDstate * sizeof(Act);  // of a row
+  static_assert(kPitch % 128 == 0, "halves of 128 bytes are swapped");
 
   __device__ __forceinline__ void copy_ring(const CheckpointingSsuParams& params,
                                             const Request& request, int group, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
-    copy_ring_rows(ptx::to_smem(B()) + 16 * spread.piece, kPitch, ring, params.B_cache_row_stride,
-                   first, count, params.ring_buffer_len, spread);
+    copy_ring_rows(ptx::to_smem(B()), ring, params.B_cache_row_stride, first, count,
+                   params.ring_buffer_len, spread, [&](int row) { return place(row, spread); });
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
                                               const Request& request, int group,
                                               const Spread& spread) const {
     if (spread.row >= request.window.q) return;
-    ptx::smem_t to_C = ptx::to_smem(C) + spread.row * kPitch + 16 * spread.piece;
-    ptx::smem_t to_B = to_C + (shape.tokens + shape.old_rows) * kPitch;
+    const ptx::smem_t to_C = ptx::to_smem(C), to_B = ptx::to_smem(B());
     const Act* from_C = C_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
     const Act* from_B = B_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
-    ptx::cp_async16(to_C, from_C);
-    ptx::cp_async16(to_B, from_B);
-    for (int t = spread.row + spread.rows; t < request.window.q; t += spread.rows) {
-      to_C += spread.rows * kPitch, to_B += spread.rows * kPitch;
+    for (int t = spread.row; t < request.window.q; t += spread.rows) {
+      ptx::cp_async16(to_C + place(t, spread), from_C);
+      ptx::cp_async16(to_B + place(shape.old_rows + t, spread), from_B);
       from_C += spread.rows * params.C_token_stride, from_B += spread.rows * params.B_token_stride;
-      ptx::cp_async16(to_C, from_C);
-      ptx::cp_async16(to_B, from_B);
+    }
+  }
+
+  // Of the thread's piece of a row.
+  __device__ __forceinline__ int place(int row, const Spread& spread) const {
+    return row * kPitch + (16 * spread.piece ^ swap(row));
+  }
+  __device__ __forceinline__ static int swap(int row) { return (row & 1) * 64; }
+
+  __device__ __forceinline__ void copy_C(const CheckpointingSsuParams& params,
+                                         const Request& request, int group,
+                                         const Spread& spread) const {
+    const ptx::smem_t to = ptx::to_smem(C);
+    for (int t = spread.row; t < request.window.q; t += spread.rows) {
+      const Act* from = C_of_token<Act>(params, request, group, t) + 8 * spread.piece;
+      ptx::cp_async16(to + place(t, spread), from);
     }
   }
 
   __device__ __forceinline__ unsigned char* B() const { return C + shape.tokens * kPitch; }
-  __device__ __forceinline__ const Act* B_row(int row) const {
-    return reinterpret_cast<const Act*>(B() + row * kPitch);
+  __device__ __forceinline__ SwappedRow B_row(int row) const {
+    return {B() + row * kPitch, swap(row)};
   }
-  __device__ __forceinline__ const Act* C_row(int t) const {
-    return reinterpret_cast<const Act*>(C + t * kPitch);
-  }
+  __device__ __forceinline__ SwappedRow C_row(int t) const { return {C + t * kPitch, swap(t)}; }
 };
 
 // ---- a slab of state ----------------------------------------------------------------------------

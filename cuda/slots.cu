@@ -1,5 +1,5 @@
 // The life of a slot: emptied for a new request, or loaded with the state that a prefill left.
-#include "replay.cuh"
+#include "read_copy.cuh"
 
 // Zeroes the states of the slots in every layer, scale 1 beside 8-bit ones, and their cursors.
 // Grid: (batch row, layer); a block walks the heads of one state in 16-byte vectors.
@@ -57,9 +57,60 @@ __device__ __forceinline__ void load_scaled_row(State* to, float* scale, const S
   if (lane == 0) *scale = row.decode;
 }
 
-// Rounds a prefill's final states to the state type, nearest even.
+// Eight columns of a row from `column` on, as fp16, to nearest or stochastically.
+__device__ __forceinline__ void store_rounded(const LoadStateParams& params, fp16* to,
+                                              const float2 (&v)[4]) {
+  replay::Rounding rounding;
+  rounding.seed = convert::mix_seed(static_cast<uint64_t>(params.seed), 0);
+  rounding.rounds = params.philox_rounds;
+  const int64_t offset = to - static_cast<const fp16*>(params.state);
+  *reinterpret_cast<uint4*>(to) = rounding.rounds > 0
+                                      ? replay::encode_piece<fp16, true>(v, rounding, offset)
+                                      : replay::encode_piece<fp16, false>(v, rounding, offset);
+}
+
+// A head of an fp16 state and its copy, both from what is given. A warp takes eight rows at a time;
+// lane t of the four of a row has the columns 32 J + 8 t to 32 J + 8 t + 7.
+template <class Copy, class Source>
+__device__ __forceinline__ void load_both(const LoadStateParams& params, fp16* state,
+                                          unsigned char* copy, float* scales,
+                                          const Source* source) {
+  const replay::Lane lane;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  for (int first = 8 * warp; first < params.head_dim; first += 8 * warps) {
+    const int p = first + lane.g;
+    float2 v[8][4];
+    float amax = 0.0f;
+#pragma unroll
+    for (int J = 0; J < 8; ++J) {
+      const int column = 32 * J + 8 * lane.t;
+      if (32 * J >= params.dstate) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Source* from = source + p * params.dstate + column + 2 * i;
+        v[J][i] = make_float2(convert::to_float(from[0]), convert::to_float(from[1]));
+      }
+      amax = ptx::max_magnitude(amax, replay::largest(v[J]));
+      store_rounded(params, state + p * params.dstate + column, v[J]);
+    }
+    const convert::RowScale of_row = convert::row_scale<Copy>(replay::of_row(amax));
+    unsigned char* slab = copy + p / replay::kRows * replay::copy_bytes<Copy>(params.dstate);
+#pragma unroll
+    for (int J = 0; J < 8; ++J) {
+      if (32 * J >= params.dstate) break;
+      float2 scaled[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scaled[i] = of_row.scaled(v[J][i]);
+      replay::store_copied<Copy>(slab, params.dstate, p % replay::kRows, 32 * J + 8 * lane.t,
+                                 of_row, scaled);
+    }
+    if (lane.t == 0) scales[p] = of_row.decode;
+  }
+}
+
+// Rounds a prefill's final states to the state type, nearest even; with a copy, as asked for.
 // Grid: one block per (batch row, head), head fastest.
-template <class State, class Source>
+template <class State, class Source, class Copy = State>
 __global__ void __launch_bounds__(256) load_state(const __grid_constant__ LoadStateParams params) {
   const int row = blockIdx.x / params.nheads, head = blockIdx.x - row * params.nheads;
   const int64_t slot = replay::find_slot(params, row);
@@ -68,9 +119,14 @@ __global__ void __launch_bounds__(256) load_state(const __grid_constant__ LoadSt
                  head * params.state_head_stride;
   const Source* source = static_cast<const Source*>(params.source) +
                          row * params.source_batch_stride + head * params.source_head_stride;
-  if constexpr (convert::kScaled<State>) {
-    float* scales = params.state_scale + slot * params.state_scale_slot_stride +
-                    head * params.state_scale_head_stride;
+  float* scales = params.state_scale + slot * params.state_scale_slot_stride +
+                  head * params.state_scale_head_stride;
+  if constexpr (!convert::same<State, Copy>) {
+    unsigned char* copy = static_cast<unsigned char*>(params.state_copy) +
+                          slot * params.state_copy_slot_stride +
+                          head * params.state_copy_head_stride;
+    load_both<Copy>(params, state, copy, scales, source);
+  } else if constexpr (convert::kScaled<State>) {
     for (int p = threadIdx.x >> 5; p < params.head_dim; p += blockDim.x >> 5) {
       load_scaled_row(state + p * params.dstate, scales + p, source + p * params.dstate,
                       params.dstate);

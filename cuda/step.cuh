@@ -62,49 +62,42 @@ __device__ __forceinline__ float load_constant(const CheckpointingSsuParams& par
 template <class Act, int kDstate, int kTokenTiles, class RowOf>
 __device__ __forceinline__ void put_products(float* products, const GroupTile<Act, kDstate>& tile,
                                              const Window& window, const Lane& lane, RowOf row_of) {
-  const uint4* B[2];
-  const uint4* C[kTokenTiles];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    B[i] = reinterpret_cast<const uint4*>(tile.B_row(row_of(8 * i + lane.g))) + lane.t;
-  }
+  using Pieces = SwappedRow::Pieces<16>;
+  const Pieces B[2] = {tile.B_row(row_of(lane.g)).template pieces<16>(lane.t),
+                       tile.B_row(row_of(8 + lane.g)).template pieces<16>(lane.t)};
 #pragma unroll
   for (int k = 0; k < kTokenTiles; ++k) {
-    const int t = max(min(8 * k + lane.g, window.q - 1), 0);
-    C[k] = reinterpret_cast<const uint4*>(tile.C_row(t)) + lane.t;
-  }
-  float even[2][4] = {}, odd[2][4] = {};  // two short chains of products instead of a long one
+    const int t = 8 * k + lane.g;
+    const Pieces C = tile.C_row(max(min(t, window.q - 1), 0)).template pieces<16>(lane.t);
+    // Both halves of an operand are C_t: of `even` the upper half counts, of `odd` the lower one.
+    float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-  for (int J = 0; J < kDstate / 32; ++J) {
-    const uint4 c = C[0][4 * J];
-    const uint4 d = kTokenTiles > 1 ? C[kTokenTiles - 1][4 * J] : make_uint4(0, 0, 0, 0);
-    const uint32_t even_step[4] = {c.x, d.x, c.y, d.y}, odd_step[4] = {c.z, d.z, c.w, d.w};
+    for (int J = 0; J < kDstate / 32; ++J) {
+      const uint4 c = C.load<uint4>(J);
+      const uint32_t a[4] = {c.x, c.z, c.y, c.w};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 b = B[i].load<uint4>(J);
+        mma<Act>(even[i], a, b.x, b.y);
+        mma<Act>(odd[i], a, b.z, b.w);
+      }
+    }
+    if (t >= window.q) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 b = B[i][4 * J];
-      mma<Act>(even[i], even_step, b.x, b.y);
-      mma<Act>(odd[i], odd_step, b.z, b.w);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-      const int t = 8 * tile + lane.g;
-      if (t >= window.q) continue;
-      *reinterpret_cast<float2*>(products + kRows * t + 8 * i + 2 * lane.t) = make_float2(
-          even[i][2 * tile] + odd[i][2 * tile], even[i][2 * tile + 1] + odd[i][2 * tile + 1]);
+      *reinterpret_cast<float2*>(products + kRows * t + 8 * i + 2 * lane.t) =
+          make_float2(even[i][0] + odd[i][2], even[i][1] + odd[i][3]);
     }
   }
 }
 
 // Where the weights of a head lie, in words: of token t the rows j as pairs of bf16, in the order
-// in which a lane takes them as a B operand: high and low terms of rows 2 i, 2 i + 1, then of rows
-// 2 i + 8, 2 i + 9. Then exp(c_t) of the tokens. Then what a flush takes: weights of the old rows
+// in which a lane takes them as B operands: high terms of rows 2 i, 2 i + 1 and 2 i + 8, 2 i + 9,
+// then the low ones. Then exp(c_t) of the tokens. Then what a flush takes: weights of the old rows
 // like those before, and those of the fold.
 struct WeightShape {
   int tokens;
-  __device__ __forceinline__ static int row(int j) { return (j & 6) * 4 + (j & 8) / 2 + (j & 1); }
+  __device__ __forceinline__ static int row(int j) { return (j & 6) * 4 + (j & 8) / 4 + (j & 1); }
   __device__ __forceinline__ int decays() const { return kRows * tokens; }
   __device__ __forceinline__ int old_rows() const { return ((kRows + 1) * tokens + 3) & ~3; }
   __device__ __forceinline__ int fold() const { return old_rows() + kRows * tokens; }
@@ -121,37 +114,36 @@ __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
                                             bool write) {
   const int j = threadIdx.x & 15, half = threadIdx.x & 16;
   const bool old = window.flush && half == 0;
-  products += old ? kRows * shape.tokens : 0;
+  const int first_token = window.old_rows(),
+            first_lane = (window.flush ? kRows : half) + first_token;
+  products += (old ? kRows * shape.tokens : 0) + j;
+  auto* halves =
+      reinterpret_cast<unsigned short*>(to + (old ? shape.old_rows() : 0)) + WeightShape::row(j);
   for (int t = 0; t < window.q; ++t) {
-    const int row = window.old_rows() + t;
-    const Sum at_token = shuffle(decays.sum, (window.flush ? kRows : half) + row);
-    float weight = 0.0f;
-    if (j <= (old ? window.live - 1 : row)) {
-      const float span = difference(at_token, decays.sum);
-      weight = ptx::ex2(decays.a * span) * decays.dt * products[kRows * t + j];
-      if (j == row && !old) weight += D;
-    }
+    const double at_token = __shfl_sync(kAllLanes, decays.sum, first_lane + t);
+    const int own = old ? -1 : first_token + t;
+    const bool counts = j <= (old ? window.live - 1 : own);
+    const float weight = decays.decay(decays.sum, at_token) * decays.dt * products[kRows * t];
     uint32_t terms[2];
-    convert::split(make_float2(weight, 0.0f), terms);
+    convert::split(make_float2((counts ? weight : 0.0f) + (j == own ? D : 0.0f), 0.0f), terms);
     if (write) {
-      float* of_token = to + (old ? shape.old_rows() : 0) + kRows * t;
-      auto* halves = reinterpret_cast<unsigned short*>(of_token) + WeightShape::row(j);
-      halves[0] = static_cast<unsigned short>(terms[0]);
-      halves[2] = static_cast<unsigned short>(terms[1]);
-      if (j == row && !old) {
-        to[shape.decays() + t] = ptx::ex2(decays.a * decays.sum.high) * scale[t];
-      }
+      halves[2 * kRows * t] = static_cast<unsigned short>(terms[0]);
+      halves[2 * kRows * t + 4] = static_cast<unsigned short>(terms[1]);
     }
+  }
+  const int t = j - first_token;
+  if (write && !old && t >= 0 && t < window.q) {
+    to[shape.decays() + t] = decays.decay(decays.sum) * scale[t];
   }
 }
 
 // What a fold takes: the lower half of a warp has the old rows.
 __device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays) {
   const int j = threadIdx.x & 31;
-  const Sum total = shuffle(decays.sum, kRows - 1);
+  const double total = __shfl_sync(kAllLanes, decays.sum, kRows - 1);
   if (j >= kRows) return;
   to[j] = fold_weight(decays, total, decays.sum, decays.dt);
-  if (j == 0) to[kRows] = fold_decay(decays, total);
+  if (j == 0) to[kRows] = decays.decay(total);
 }
 
 // Weights of 16 rows as a B operand: rows 0-7 and 8-15, in bf16 terms.
@@ -165,7 +157,7 @@ struct RowWeights {
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int t = min(8 * tile + lane.g, last);
       const uint4 w = reinterpret_cast<const uint4*>(from + kRows * t)[lane.t];
-      upper[tile][0] = w.x, upper[tile][1] = w.y, lower[tile][0] = w.z, lower[tile][1] = w.w;
+      upper[tile][0] = w.x, lower[tile][0] = w.y, upper[tile][1] = w.z, lower[tile][1] = w.w;
     }
   }
 };
@@ -199,36 +191,52 @@ constexpr bool kHalf = sizeof(State) == 1 || convert::same<State, fp16>;
 template <class State, class Act>
 constexpr bool kScaledC = kHalf<State> && convert::same<Act, bf16>;
 
-// Turns a row of C into fp16 in its place, and returns what takes its scale back.
-template <int kDstate>
-__device__ __forceinline__ float scale_C(unsigned char* row, const Lane& lane) {
-  constexpr int kWords = kDstate / 64;
-  uint32_t* words = reinterpret_cast<uint32_t*>(row) + lane.index;
-  uint32_t v[kWords], largest = 0;
+// Turns the rows of C into fp16 in their places, four at once, eight lanes each, and writes what
+// takes their scales back.
+template <class Act, int kDstate>
+__device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDstate>& tile, int q,
+                                        const Lane& lane) {
+  constexpr int kPieces = kDstate / 64;  // of a lane
+  const int part = lane.index & 7;
+  for (int first = 0; first < q; first += 4) {
+    const int t = first + lane.index / 8;
+    auto* row = reinterpret_cast<uint4*>(tile.C + min(t, q - 1) * tile.kPitch) + part;
+    uint4 v[kPieces];
+    uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    v[i] = words[32 * i];
-    largest = max(largest, max(v[i] << 16 & 0x7fff0000u, v[i] & 0x7fff0000u));
-  }
+    for (int i = 0; i < kPieces; ++i) {
+      v[i] = row[8 * i];
+      const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
-  }
-  // 2^e of the largest, kept where its inverse is a number; infinities and NaN stay what they are.
-  const uint32_t exponent = min(max(largest >> 23, 16u), 239u);
-  const float down = __uint_as_float((254u - exponent) << 23);
+      for (int k = 0; k < 4; ++k) {
+        largest = max(largest, max(words[k] << 16 & 0x7fff0000u, words[k] & 0x7fff0000u));
+      }
+    }
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const float2 c = convert::unpack<bf16>(v[i]);
-    words[32 * i] = convert::pack<fp16>(make_float2(c.x * down, c.y * down));
+    for (int step = 1; step < 8; step <<= 1) {
+      largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+    }
+    // 2^e of the largest, kept where its inverse is a number; infinities and NaN stay what they
+    // are.
+    const uint32_t exponent = min(max(largest >> 23, 16u), 239u);
+    const float down = __uint_as_float((254u - exponent) << 23);
+    if (t >= q) continue;
+    const auto scaled = [&](uint32_t word) {
+      const float2 c = convert::unpack<bf16>(word);
+      return convert::pack<fp16>(make_float2(c.x * down, c.y * down));
+    };
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      row[8 * i] = make_uint4(scaled(v[i].x), scaled(v[i].y), scaled(v[i].z), scaled(v[i].w));
+    }
+    if (part == 0) scales[t] = __uint_as_float(exponent << 23);
   }
-  return __uint_as_float(exponent << 23);
 }
 
 // C of the new tokens as the B operand of the read-out, columns in the order of the state's pieces.
 template <class State, class Act, int kDstate, int kTokenTiles>
 struct Readers {
-  static constexpr int kPiece = 16 / sizeof(State), kPairs = kDstate / 8;
+  static constexpr int kPiece = kPieceOf<State, kDstate>, kPairs = kDstate / 8;
   uint32_t C[kTokenTiles][kPairs];
 
   __device__ __forceinline__ void load(const GroupTile<Act, kDstate>& rows, const Window& window,
@@ -236,10 +244,50 @@ struct Readers {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int t = max(min(8 * tile + lane.g, window.q - 1), 0);
-      load_row<kPiece>(C[tile], rows.C_row(t), lane.t, true);
+      load_row<kPiece>(C[tile], rows.C_row(t), lane.t);
     }
   }
 };
+
+// acc += S C^T of a slab whose words are operands as they lie in memory. A product takes one
+// piece: words x and z as row g, y and w as row g + 8, both of them the state's row g or both its
+// row g + 8. Beside C in the columns of x and z its upper half counts, beside those of y and w its
+// lower one.
+template <class State, class Act, class Pieces, int kDstate, int kTokenTiles>
+__device__ __forceinline__ void read_out_words(
+    float (&acc)[kTokenTiles][4], const Pieces& pieces,
+    const Readers<State, Act, kDstate, kTokenTiles>& readers) {
+  float even[2][kTokenTiles][4] = {}, odd[2][kTokenTiles][4] = {};
+#pragma unroll
+  for (int J = 0; J < kDstate / 32; ++J) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint4 piece = pieces.load(h, J);
+      const uint32_t a[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        const uint32_t* C = readers.C[tile] + 4 * J;
+        if constexpr (kHalf<State>) {
+          ptx::mma_m16n8k16_f16(even[h][tile], a, C[0], C[2]);
+          ptx::mma_m16n8k16_f16(odd[h][tile], a, C[1], C[3]);
+        } else {
+          mma<Act>(even[h][tile], a, C[0], C[2]);
+          mma<Act>(odd[h][tile], a, C[1], C[3]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        acc[tile][2 * h + e] += even[h][tile][e] + odd[h][tile][2 + e];
+      }
+    }
+  }
+}
 
 // acc += S C^T of a slab as stored, without its scales.
 template <class State, class Act, int kDstate, int kTokenTiles>
@@ -248,8 +296,12 @@ __device__ __forceinline__ void read_out_slab(
     const Readers<State, Act, kDstate, kTokenTiles>& readers, const Lane& lane) {
   using R = Readers<State, Act, kDstate, kTokenTiles>;
   constexpr int kPairsOfPiece = R::kPiece / 2;
-  float odd[kTokenTiles][4] = {};
   const auto pieces = slab.pieces(lane);
+  if constexpr (sizeof(State) == 2 && (kHalf<State> || convert::same<State, Act>)) {
+    read_out_words<State, Act>(acc, pieces, readers);
+    return;
+  }
+  float odd[kTokenTiles][4] = {};
 #pragma unroll
   for (int J = 0; J < R::kPairs / kPairsOfPiece; ++J) {
     const uint4 upper = pieces.load(0, J), lower = pieces.load(1, J);
@@ -328,13 +380,14 @@ __device__ __forceinline__ void gate(float (&acc)[kTokenTiles][4], const unsigne
 template <int kTokenTiles>
 __device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* y, int pitch,
                                             const Window& window, const Lane& lane) {
+  float* of_lane = y + 2 * lane.t * pitch + lane.g;
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int t = 8 * tile + 2 * lane.t + e;
-      if (t < window.q) {
-        y[t * pitch + lane.g] = acc[tile][e], y[t * pitch + lane.g + 8] = acc[tile][e + 2];
+      if (8 * tile + 2 * lane.t + e < window.q) {
+        float* to = of_lane + (8 * tile + e) * pitch;
+        to[0] = acc[tile][e], to[8] = acc[tile][e + 2];
       }
     }
   }

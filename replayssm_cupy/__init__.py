@@ -7,6 +7,7 @@ from .prefix import replayssm_materialize
 from .prefix_plan import plan_materialize
 from .scratch import allocate_scratch
 from .slots import advance_ring, load_state, reset_slots, warm_up
+from .vllm_cache import initialize_replayssm_state, selective_state_update_replayssm
 
 __version__ = "0.1.0"
 
@@ -16,10 +17,12 @@ __all__ = [
     "advance_ring",
     "allocate_scratch",
     "checkpointing_ssu",
+    "initialize_replayssm_state",
     "load_state",
     "plan_materialize",
     "replayssm_materialize",
     "reset_slots",
     "selective_state_update",
+    "selective_state_update_replayssm",
     "warm_up",
 ]

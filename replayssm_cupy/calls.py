@@ -87,8 +87,7 @@ class PlanPool:
 
         False, and nothing is done, if these are not right or the device has no launcher (any more).
         """
-        launcher = launchers.get(self._kind)
-        if launcher is None:
+        if self._kind not in launchers:
             return False
         try:
             plan = self._idle.pop()
@@ -98,7 +97,7 @@ class PlanPool:
             assert pointers is not None and self._packing is not None
             if not self._packing.fill(plan, pointers):
                 return False
-        launcher.launch(plan, self._stream())
+        plan.launch(self._stream())
         self._idle.append(plan)
         return True
 
@@ -131,25 +130,25 @@ class SeenCall:
         self.query_len = query_len
         self._match, self._address = kinds.match, kinds.address
         self._pick = _picker([i for i, array in enumerate(arrays.values()) if array is not None])
-        self._empty: Callable[[Any], Any] | None = None
+        self._empty: Callable[[], Any] | None = None
         if "out" in arrays and arrays["out"] is None and (x := views["x"]) is not None:
             self._empty = allocator_like(x)
         given = {name: view for name in arrays if (view := views[name]) is not None}
         like = next(iter(given.values()))
         self._pools = [PlanPool(plan, like, Packing(plan, given, vectors)) for plan in plans]
 
-    def launch(self, arrays: tuple[Any, ...], like: Any) -> tuple[SeenCall, Any] | None:
+    def launch(self, arrays: tuple[Any, ...]) -> tuple[SeenCall, Any] | None:
         """Launches on these arrays: this call, and the last of `arrays`, which may be its `out`.
 
-        An `out` that is None is allocated like `like`. None, and nothing is done, if the arrays
-        are not of the same kinds.
+        An `out` that is None is allocated. None, and nothing is done, if the arrays are not of
+        the same kinds.
         """
         given = self._pick(arrays)
         if not self._match(*given):
             return None
         last = arrays[-1]
         if self._empty is not None:
-            last = self._empty(like)
+            last = self._empty()
             given = (*given, last)
         pointers = [*map(self._address, given)]
         for pool in self._pools:
@@ -190,12 +189,12 @@ class SeenCalls:
             return None
         if call is None:
             return None
-        repeated = call.launch(arrays, like)
+        repeated = call.launch(arrays)
         if repeated is None:
             shape = getattr(like, "shape", None)
             others = self._calls.get((key, shape), ()) if isinstance(shape, tuple) else ()
             for other in others:
-                if other is not call and (repeated := other.launch(arrays, like)) is not None:
+                if other is not call and (repeated := other.launch(arrays)) is not None:
                     self._latest[key] = other
                     break
         return repeated

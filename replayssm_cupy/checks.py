@@ -12,7 +12,6 @@ from typing import Any
 
 from . import compiler
 from .arrays import Device, View, contiguous_from, itemsize, require_inplace, view
-from .keys import SCALED_DTYPES
 
 ALIGNMENT = 16  # bytes of a vector load
 INPLACE_HINT = "an array that owns its memory, such as cupy.array(...) or torch.clone(...)"
@@ -184,16 +183,18 @@ def check_rounds(philox_rounds: int) -> int:
     return philox_rounds
 
 
-def check_scale(state: View, scale: View | None, letters: Letters) -> None:
-    """An 8-bit state has decode scales (num_slots, nheads, head_dim) float32, any other none."""
-    if (scale is not None) != (state.dtype in SCALED_DTYPES):
-        expected = "None" if scale is not None else "an array of float32 scales"
-        got = "None" if scale is None else "an array"
-        name = state.name.replace("state", "state_scale", 1)
-        raise ValueError(f"{name}: expected {expected} with states of {state.dtype}, got {got}")
-    if scale is not None:
-        check_dtype(scale, ("float32",))
-        letters.bind(scale, ("num_slots", "nheads", "head_dim"))
+def first_seed(stochastic: bool | int, state_dtype: str) -> int | None:
+    """The first seed that `stochastic_rounding` asks for; None rounds to nearest."""
+    if stochastic is False:
+        return None
+    if not isinstance(stochastic, int):
+        got = type(stochastic).__name__
+        raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
+    if state_dtype == "float32":
+        raise ValueError(
+            "stochastic_rounding: expected False with a float32 state, which is not rounded"
+        )
+    return 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
 
 
 def check_seed(seed: View | None) -> None:

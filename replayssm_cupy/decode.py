@@ -26,7 +26,8 @@ from .checked import check_step
 from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
 from .folds import check_and_stamp_on_host
-from .keys import SelectiveStateUpdateKey
+from .formats import format_of
+from .keys import SLAB, SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -35,18 +36,24 @@ from .plan import (
     SelectiveStateUpdateParams,
     launchers,
 )
-from .schedule import SLAB, Step, processor, schedule
-from .scratch import SCRATCH
+from .schedule import Schedule, Step, processor, schedule
+from .scratch import SCRATCH, words_of
 
 _plans: dict[object, Plan] = {}
 
 
 def decode(
-    views: Views, out: Any, options: Options, seen: Seen | None = None, folds: View | None = None
+    views: Views,
+    out: Any,
+    options: Options,
+    seen: Seen | None = None,
+    folds: View | None = None,
+    before: Callable[[], tuple[list[Plan], Views]] = lambda: ([], {}),
 ) -> Any:
     """A decode step over views; with rings the replay step, without them the plain update.
 
-    `folds` are the stamps of a stack's layer, for checked mode.
+    `folds` are the stamps of a stack's layer, for checked mode. `before` does what must come ahead
+    of the step once that has passed its checks; it returns what it launched and on which arrays.
     """
     x = views["x"]
     assert x is not None
@@ -59,11 +66,14 @@ def decode(
         if plan.grid[0]:
             if options.check:
                 check_step(plan, views, options, folds)
+            earlier, others = before()
             _launch(plan, views)
-        if seen is not None and not options.check:
-            seen.add(pointing_to(plan, views), views, vectors_of("x_cache" in views))
+            if seen is not None and not options.check:
+                vectors = vectors_of("x_cache" in views)
+                seen.add(pointing_to(plan, views), {**views, **others}, vectors, earlier)
     else:
         canonical, window = check_decode(views, options)
+        before()
         _run_on_host(canonical, options, window, folds)
     return to_framework(out, x) if fresh else out
 
@@ -98,7 +108,9 @@ def bind(
             pool = PlanPool(pointing_to(plan, views), x._replace(owner=None))
             if x.device.kind == "cuda":  # now, because a capture may be next
                 with device_guard(plan.device):
-                    compiler.function(plan.key, plan.device.index, current_stream(x))
+                    for one in (plan, plan.before):
+                        if one is not None:
+                            compiler.function(one.key, one.device.index, current_stream(x))
     else:
         check_decode(views, options)
     return BoundCall(pool, partial(step, out), views, out, after)
@@ -120,7 +132,6 @@ def plan_of(views: Views, options: Options) -> Plan:
         if len(_plans) >= MOST_CALLS:
             _plans.clear()
         plan = _plans[signature] = _plan_decode(canonical, options, window)
-        plan.pdl = options.enable_pdl
     return plan
 
 
@@ -136,7 +147,7 @@ def pointing_to(plan: Plan, views: Views) -> Plan:
     plan = plan.copy()
     for name, kind, *_ in plan.record._fields_:
         if kind is ctypes.c_void_p:
-            array = views[name]
+            array = views.get(name)
             setattr(plan.record, name, array.ptr if array is not None else None)
     return plan
 
@@ -170,15 +181,26 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         blocks, threads = record.batch * record.nheads, 32 * -(-record.head_dim // SLAB)
         return Plan(key, (blocks, 1, 1), (threads, 1, 1), record, x.device)
     record.max_window, record.ring_buffer_len = max_window, x_cache.shape[2]
+    record.starts_early = options.enable_pdl
     step = Step(
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
-        max_window, record.ring_buffer_len, v["z"] is not None,
+        max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),
     )  # fmt: skip
-    launch = schedule(state.dtype, x.dtype, dstate, step, processor(x.device))
+    launch = schedule(
+        format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
+    )
     for field, value in launch.fields.items():
         setattr(record, field, value)
+    return _plan_of_launch(launch, record, x.device, options.enable_pdl)
+
+
+def _plan_of_launch(launch: Schedule, record: Any, device: Device, pdl: bool) -> Plan:
+    """The second of two kernels always starts early: it waits for the scratch that it reads."""
+    before = None
+    if launch.before is not None:
+        before, pdl = _plan_of_launch(launch.before, record, device, pdl), True
     block = (launch.threads, 1, 1)
-    return Plan(launch.key, launch.grid, block, record, x.device, launch.shared_bytes)
+    return Plan(launch.key, launch.grid, block, record, device, launch.shared_bytes, pdl, before)
 
 
 def _fill(record: Any, v: Views, options: Options) -> None:
@@ -206,6 +228,7 @@ def _fill(record: Any, v: Views, options: Options) -> None:
 
 _STRIDES = {
     "state": ("slot", "head"),
+    "state_copy": ("slot", "head"),
     "state_scale": ("slot", "head"),
     "x_cache": ("slot", "head", "row"),
     "B_cache": ("slot", "group", "row"),
@@ -223,6 +246,7 @@ _STRIDES = {
     "out": ("batch", "token", "head"),
     "slots": ("",),
     "force_flush": ("",),
+    "events": ("",),
 }
 
 
@@ -247,6 +271,8 @@ def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None
         arrays.pop("rand_seed"),
         options.philox_rounds,
         options.layer,
+        arrays.pop("state_copy", None),
+        arrays.pop("events", None),
     )
     arrays.update(
         dt_softplus=options.dt_softplus,

@@ -18,13 +18,13 @@ from .checks import (
     check_dtype,
     check_inplace,
     check_packed,
-    check_scale,
     check_seed,
     check_value,
     untie,
     with_token_axis,
 )
 from .errors import ReplaySSMError
+from .formats import check_state
 from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
@@ -33,7 +33,6 @@ from .keys import (
     MAX_TOKENS,
     MAX_WINDOW,
     PLAIN_ACTIVATION_DTYPES,
-    STATE_DTYPES,
 )
 from .plan import INDEX_TYPES, launchers
 from .scratch import SCRATCH, check_scratch
@@ -67,8 +66,8 @@ def check_decode(views: Views, options: Options) -> tuple[Views, int]:
     replay = "x_cache" in v
     host = x.device.kind not in launchers
     letters = Letters()
-    check_dtype(state, STATE_DTYPES)
-    letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
+    copy, scale = v.get("state_copy"), v["state_scale"]
+    check_state(state, copy, scale, letters)
     check_value(state.name, letters["head_dim"], HEAD_DIMS, "head_dim")
     check_value(state.name, letters["dstate"], DSTATES, "dstate")
     check_dtype(x, ACTIVATION_DTYPES if replay and not host else PLAIN_ACTIVATION_DTYPES)
@@ -84,9 +83,7 @@ def check_decode(views: Views, options: Options) -> tuple[Views, int]:
         window = _check_rings(v, letters, options.max_window)
         written += [array for name in _RINGS if (array := v[name]) is not None]
         written += check_scratch(v, letters, options.algorithm, window)
-    if (scale := v["state_scale"]) is not None:
-        written.append(scale)
-    check_scale(state, v["state_scale"], letters)
+    written += [array for array in (copy, scale) if array is not None]
     check_seed(v["rand_seed"])
     if v["rand_seed"] is not None and state.dtype == "float32":
         raise ValueError("rand_seed: expected None with a float32 state, which is not rounded")
@@ -233,7 +230,7 @@ _MOST_ROW_STRIDE = 2**31 - 1  # kernels multiply rows by strides in 32 by 32 bit
 # The first axis from which on an array is dense.
 _PACKED = {
     **{"state": 2, "x_cache": 3, "B_cache": 3, "x": 3, "B": 3, "C": 3, "z": 3, "out": 3},
-    **{"state_scale": 2, "cu_seqlens": 0, **dict.fromkeys(SCRATCH, 0)},
+    **{"state_copy": 2, "state_scale": 2, "cu_seqlens": 0, **dict.fromkeys(SCRATCH, 0)},
 }
 
 
@@ -241,7 +238,7 @@ def vectors_of(replay: bool) -> tuple[str, ...]:
     """The arrays that a decode kernel reads or writes in vectors of 16 bytes."""
     if not replay:
         return ("state", "B", "C")
-    return ("state", "x_cache", "B_cache", "x", "B", "C", "z", "out", *SCRATCH)
+    return ("state", "state_copy", "x_cache", "B_cache", "x", "B", "C", "z", "out", *SCRATCH)
 
 
 def _check_host_lengths(ends: np.ndarray[Any, Any], tokens: int, max_seqlen: int) -> None:

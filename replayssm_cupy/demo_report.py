@@ -9,6 +9,7 @@ from typing import Any
 
 from .arrays import itemsize
 from .demo_prefix import Reuse
+from .keys import COPY_DTYPES, SCALED_FORMATS, SLAB, bytes_of_slab
 from .mamba2_weights import Mamba2Config
 from .speculative import Flip, Statistics
 
@@ -21,6 +22,8 @@ NEAR_TIE = {
     "bfloat16": 8e-3,
     "int8": 2e-2,
     "float8_e4m3fn": 6e-2,
+    "float16+fp8": 6e-2,
+    "float16+nvfp4": 2e-1,
 }
 FLIPS_SHOWN = 5
 
@@ -99,16 +102,19 @@ def state_traffic(
     """Bytes of state and ring that cross memory per token: replay, and the plain update.
 
     Replay reads the state and the live ring rows and writes the fed tokens' rows in every step,
-    and writes the state in a flush; the plain update reads and writes the state for every token.
+    and writes the state in a flush; the plain update reads and writes the state for every token. Of
+    a float16 state with a copy steps read the copy, and flushes read and write both.
     """
     c, item = config, itemsize(activation_dtype)
-    scale = itemsize("float32") if itemsize(state_dtype) == 1 else 0
-    state = c.num_heads * c.head_dim * (c.state_size * itemsize(state_dtype) + scale)
+    scale = itemsize("float32") if state_dtype in SCALED_FORMATS else 0
+    rows = c.num_heads * c.head_dim
+    state = rows * (bytes_of_slab(state_dtype, c.state_size) // SLAB + scale)
+    carried = rows * c.state_size * itemsize("float16") if state_dtype in COPY_DTYPES else 0
     row = (c.intermediate_size + c.n_groups * c.state_size) * item + c.num_heads * 4
-    states = statistics.rows + statistics.flushes
+    states = (statistics.rows + statistics.flushes) * state + 2 * statistics.flushes * carried
     ring_rows = statistics.ring_rows_read + statistics.rows * fed
-    replay = (states * state + ring_rows * row) / max(statistics.tokens, 1)
-    return c.num_hidden_layers * replay, c.num_hidden_layers * 2.0 * state
+    replay = (states + ring_rows * row) / max(statistics.tokens, 1)
+    return c.num_hidden_layers * replay, c.num_hidden_layers * 2.0 * (carried or state)
 
 
 class Progress:

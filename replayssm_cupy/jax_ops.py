@@ -18,26 +18,25 @@ on the stream on which it works, through ``jax.experimental.buffer_callback`` (j
 CPU and GPU). Without donation XLA copies them first, and the caller's stay as they were. The calls
 work under ``lax.scan``, and under ``jax.shard_map`` with the heads split over devices
 (:meth:`StackArrays.specs`). ``jax.vmap`` runs them one after the other (``vmap_method`` is
-"sequential"): the arrays have a batch axis of their own. They have no derivatives.
+"sequential"): the arrays have a batch axis of their own. They have no derivatives. States are
+rounded stochastically if the arrays have a seed, which lies on the device and moves with them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-from jax.experimental.buffer_callback import buffer_callback
+import numpy as np
 
-from . import compiler, ops
-from .arrays import dtype_name, itemsize, view
+from .arrays import dtype_name
+from .checks import check_int, check_rounds, first_seed, index_range
+from .jax_calls import CHANGED, OPTIONAL, TOKENS, Advance, Materialize, Reset, Steps, call
 from .keys import SCALED_DTYPES
-from .slots import advance_ring, reset_slots
+from .prefix_plan import check_block_size
 
 Array = Any  # jax has no types where it is not installed
 
@@ -45,8 +44,8 @@ Array = Any  # jax has no types where it is not installed
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("states", "state_scales", "x_caches", "B_caches", "dt_caches", "ring_start",
-                 "prev_num_accepted_tokens"),
-    meta_fields=("max_window",),
+                 "prev_num_accepted_tokens", "rand_seed"),
+    meta_fields=("max_window", "philox_rounds"),
 )  # fmt: skip
 @dataclass(frozen=True)
 class StackArrays:
@@ -60,6 +59,9 @@ class StackArrays:
     ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
     max_window : W, the most tokens that wait in the rings, an int. The rings' other rows are for
         the new tokens of a step.
+    rand_seed : (parts, 2) int32 where states are rounded stochastically, or None: the low and the
+        high word of a seed for each part of the heads, because JAX has no int64 unless told.
+    philox_rounds : of the random bits, 1 to 10.
     """
 
     states: Sequence[Array]
@@ -70,18 +72,22 @@ class StackArrays:
     ring_start: Array
     prev_num_accepted_tokens: Array
     max_window: int
+    rand_seed: Array | None = None
+    philox_rounds: int = 10
 
     def specs(self, axis: str) -> StackArrays:
         """PartitionSpecs for ``jax.shard_map``: heads and groups split over the mesh axis `axis`.
 
         Heads need nothing from each other, so each device steps on its own part and no device
         waits for another. Give x, dt, z, B and C with their axis of heads or groups split
-        likewise, A, D and dt_bias too, slots whole, and ``check_vma=False``.
+        likewise, A, D and dt_bias too, slots whole, and ``check_vma=False``. States that are
+        rounded stochastically need a seed on each device: `parts` of :func:`stack_arrays`.
         """
         spec = jax.sharding.PartitionSpec
         by_head, whole = spec(None, axis), spec()
         split: StackArrays = jax.tree.map(lambda _: by_head, self)
-        return replace(split, ring_start=whole, prev_num_accepted_tokens=whole)
+        seed = None if self.rand_seed is None else spec(axis)
+        return replace(split, ring_start=whole, prev_num_accepted_tokens=whole, rand_seed=seed)
 
 
 def stack_arrays(
@@ -96,11 +102,16 @@ def stack_arrays(
     npredicted: int = 1,
     state_dtype: Any = "float32",
     activation_dtype: Any = "bfloat16",
+    stochastic_rounding: bool | int = False,
+    philox_rounds: int = 10,
+    parts: int = 1,
     device: Any = None,
 ) -> StackArrays:
     """New arrays, all zero, scales 1; arguments as of :class:`LayerStack`.
 
-    `device` is a jax Device or Sharding; None is JAX's default. States are rounded to nearest.
+    `parts` is over how many devices ``jax.shard_map`` will split the heads, for states that are
+    rounded stochastically: each part has a seed of its own, the first one that of the stack.
+    `device` is a jax Device or Sharding; None is JAX's default.
     """
     state_type = dtype_name(state_dtype, "state_dtype")
     activation = dtype_name(activation_dtype, "activation_dtype")
@@ -109,6 +120,10 @@ def stack_arrays(
     def zeros(shape: tuple[int, ...], dtype: str) -> Array:
         return jax.numpy.zeros(shape, dtype, device=device)
 
+    seed = first_seed(stochastic_rounding, state_type)
+    check_int("parts", parts)
+    if parts < 1:
+        raise ValueError(f"parts: expected at least 1, got {parts}")
     scaled = state_type in SCALED_DTYPES
     return StackArrays(
         [zeros((num_slots, nheads, head_dim, dstate), state_type) for _ in layers],
@@ -119,7 +134,15 @@ def stack_arrays(
         zeros((num_slots,), "int32"),
         zeros((num_slots,), "int32"),
         max_window,
+        None if seed is None else jax.numpy.asarray(_seeds(seed, parts), device=device),
+        check_rounds(philox_rounds),
     )
+
+
+def _seeds(first: int, parts: int) -> np.ndarray[Any, Any]:
+    """(parts, 2) int32: seeds so far apart that no number of steps leads from one to another."""
+    apart = np.arange(parts, dtype=np.uint64) << np.uint64(40)
+    return (apart + np.int64(first).view(np.uint64)).view(np.int32).reshape(parts, 2)
 
 
 def step(
@@ -145,7 +168,7 @@ def step(
     states are others; the cursors stay until :func:`advance`.
 
     Raises ValueError for a layer that is not there; what the step itself finds comes as JAX's
-    own error (``JaxRuntimeError``) with our line in it, when the call runs.
+    own error (``JaxRuntimeError`` or ValueError) with our line in it, when the call runs.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     (out,), arrays = step_layers(
@@ -177,18 +200,27 @@ def step_layers(
             raise ValueError(f"layer: expected 0 to {len(arrays.states) - 1}, got {layer}")
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"layers: expected each layer once, got {chosen}")
-    fields = [name for name in _CHANGED if getattr(arrays, name)]
+    for index, given in enumerate(inputs):
+        names = given.keys()
+        if not set(TOKENS) <= names <= {*TOKENS, *OPTIONAL}:
+            expected = f"{', '.join(TOKENS)} and perhaps {', '.join(OPTIONAL)}"
+            raise TypeError(f"inputs[{index}]: expected {expected}, got {', '.join(names)}")
+    fields = [name for name in CHANGED if getattr(arrays, name)]
     changed = [getattr(arrays, name)[layer] for layer in chosen for name in fields]
     outs = [given["x"] for given in inputs]
     read = {
         "ring_start": arrays.ring_start,
         "prev_num_accepted_tokens": arrays.prev_num_accepted_tokens,
-        "state_batch_indices": slots,
+        "slots": slots,
+        "rand_seed": arrays.rand_seed,
     }
-    results = _call(
-        _Steps(tuple(fields), arrays.max_window, dt_softplus, pad_slot_id),
-        changed, [*changed, *outs], read, list(inputs),
+    # The number of a layer tells its noise from others': without any, all layers do the same.
+    numbers = chosen if arrays.rand_seed is not None else [-1] * len(chosen)
+    work = Steps(
+        tuple(numbers), tuple(fields), arrays.max_window, arrays.philox_rounds, bool(dt_softplus),
+        index_range("pad_slot_id", pad_slot_id),
     )  # fmt: skip
+    results = call(work, changed, [*changed, *outs], read, list(inputs))
     after: dict[str, Any] = {name: list(getattr(arrays, name)) for name in fields}
     for place, layer in enumerate(chosen):
         for field, array in zip(fields, results[place * len(fields) :], strict=False):
@@ -208,142 +240,105 @@ def advance(
 ) -> StackArrays:
     """The arrays with the cursors of `slots` moved after a step; see :func:`advance_ring`.
 
-    `query_lens` is the step's length, an int or (batch,) int32: the flush went by it.
+    `query_lens` is the step's length, an int or (batch,) int32: the flush went by it. A seed moves
+    on too, so that the next step rounds with other bits.
     """
     number = query_lens if isinstance(query_lens, int) else None
     read = {"slots": slots, "reset": reset, "force_flush": force_flush,
             "num_accepted": num_accepted,
             "query_lens": query_lens if number is None else None}  # fmt: skip
-    cursors = [arrays.ring_start, arrays.prev_num_accepted_tokens]
+    changed = [arrays.ring_start, arrays.prev_num_accepted_tokens]
+    if arrays.rand_seed is not None:
+        changed.append(arrays.rand_seed)
     rows = arrays.x_caches[0].shape[2]
-    move = _Advance(number, arrays.max_window, rows, pad_slot_id)
-    start, prev = _call(move, cursors, cursors, read)
-    return replace(arrays, ring_start=start, prev_num_accepted_tokens=prev)
+    move = Advance(number, arrays.max_window, rows, pad_slot_id)
+    start, prev, *seed = call(move, changed, changed, read)
+    after = replace(arrays, ring_start=start, prev_num_accepted_tokens=prev)
+    return replace(after, rand_seed=seed[0]) if seed else after
 
 
 def reset(arrays: StackArrays, slots: Array | None = None, pad_slot_id: int = -1) -> StackArrays:
     """The arrays with `slots` (None: all) emptied: zero states in all layers, cursors 0."""
-    changed = [arrays.ring_start, arrays.prev_num_accepted_tokens, *arrays.states,
-               *arrays.state_scales]  # fmt: skip
+    work = Reset(len(arrays.states), pad_slot_id)
+    changed = _whole_slots(arrays)
+    return _with_slots(arrays, call(work, changed, changed, {"slots": slots}))
+
+
+def materialize(
+    arrays: StackArrays,
+    A: Sequence[Array],
+    src_slots: Array,
+    dst_slots: Array,
+    prefix_len: Array,
+    *,
+    pad_slot_id: int = -1,
+) -> StackArrays:
+    """The arrays with the states of `src_slots` after `prefix_len` ring rows in `dst_slots` too.
+
+    :meth:`LayerStack.materialize`, whose arguments these are, with the layers' `A`, (nheads,)
+    each: all layers in one callback; the destinations' cursors become 0. A prefix of 0 copies a
+    snapshot, to a new request for instance.
+    """
+    given = {"src_slots": src_slots, "dst_slots": dst_slots, "prefix_len": prefix_len}
+    return _materialize(arrays, A, given, 1, pad_slot_id)
+
+
+def materialize_blocks(
+    arrays: StackArrays,
+    A: Sequence[Array],
+    src_slots: Array,
+    dst_slots: Array,
+    committed_lens: Array,
+    num_accepted: Array,
+    *,
+    block_size: int | None = None,
+    boundaries: Array | None = None,
+    pad_slot_id: int = -1,
+) -> StackArrays:
+    """The arrays with snapshots of the rows that crossed a block boundary in the latest step.
+
+    :meth:`LayerStack.materialize_blocks`, whose arguments these are, with the layers' `A`; call it
+    behind :func:`advance`. The device decides; where nothing crossed, nothing is written.
+    """
+    check_block_size(block_size, boundaries)
+    given = {
+        "src_slots": src_slots, "dst_slots": dst_slots, "committed_lens": committed_lens,
+        "num_accepted": num_accepted, "boundaries": boundaries,
+    }  # fmt: skip
+    return _materialize(arrays, A, given, block_size or 1, pad_slot_id)
+
+
+def _materialize(
+    arrays: StackArrays,
+    A: Sequence[Array],
+    given: dict[str, Array | None],
+    block_size: int,
+    pad_slot_id: int,
+) -> StackArrays:
     layers = len(arrays.states)
-    start, prev, *rest = _call(_Reset(layers, pad_slot_id), changed, changed, {"slots": slots})
+    if not isinstance(A, Sequence) or len(A) != layers:
+        got = len(A) if isinstance(A, Sequence) else type(A).__name__
+        raise ValueError(f"A: expected a list of {layers} arrays, got {got}")
+    rings: dict[str, Any] = {name: getattr(arrays, name) for name in CHANGED[2:]}
+    rings |= {"A": list(A), "rand_seed": arrays.rand_seed}
+    work = Materialize(
+        layers, arrays.max_window, arrays.philox_rounds, block_size,
+        index_range("pad_slot_id", pad_slot_id),
+    )  # fmt: skip
+    changed = _whole_slots(arrays)
+    return _with_slots(arrays, call(work, changed, changed, rings, given))
+
+
+def _whole_slots(arrays: StackArrays) -> list[Array]:
+    """What changes where slots are written as a whole: cursors, states, scales."""
+    cursors = [arrays.ring_start, arrays.prev_num_accepted_tokens]
+    return [*cursors, *arrays.states, *arrays.state_scales]
+
+
+def _with_slots(arrays: StackArrays, results: Sequence[Array]) -> StackArrays:
+    start, prev, *rest = results
+    layers = len(arrays.states)
     return replace(
         arrays, ring_start=start, prev_num_accepted_tokens=prev,
         states=rest[:layers], state_scales=rest[layers:],
     )  # fmt: skip
-
-
-_CHANGED = ("states", "state_scales", "x_caches", "B_caches", "dt_caches")  # by a step
-_ARGUMENTS = {"states": "state", "state_scales": "state_scale", "x_caches": "x_cache",
-              "B_caches": "B_cache", "dt_caches": "dt_cache"}  # fmt: skip
-
-
-def _call(work: Any, changed: list[Array], results: list[Array], *read: Any) -> list[Array]:
-    """Calls `work` with the memory of `results`, of which the first are `changed` in place."""
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in results]
-    aliases = {index: index for index in range(len(changed))}
-    call = buffer_callback(work, shapes, input_output_aliases=aliases, vmap_method="sequential")
-    return list(call(*changed, *read))
-
-
-@contextlib.contextmanager
-def _on_stream(context: Any, array: Any) -> Iterator[None]:
-    """Makes XLA's stream the current one, on a GPU."""
-    kind, index = array.__dlpack_device__()
-    if int(kind) == _DLPACK_CPU:
-        yield
-        return
-    cupy = compiler.import_cupy()
-    with cupy.cuda.Device(int(index)), cupy.cuda.Stream.from_external(_Stream(context.stream)):
-        yield
-
-
-_DLPACK_CPU = 1
-
-
-def _carry_over(context: Any, results: Sequence[Any], changed: Sequence[Any]) -> None:
-    """Copies what a call changes to where its result is, if XLA gives that memory of its own.
-
-    It does so for a slice of a loop's result, aliases or not.
-    """
-    for result, array in zip(results, changed, strict=False):
-        to, source = view(result, "result"), view(array, "array")
-        size = math.prod(to.shape) * itemsize(to.dtype)
-        if to.ptr == source.ptr or size == 0:
-            continue
-        if to.device.kind == "cpu":
-            ctypes.memmove(to.ptr, source.ptr, size)
-        else:
-            runtime = compiler.import_cupy().cuda.runtime
-            runtime.memcpyAsync(
-                to.ptr, source.ptr, size, runtime.memcpyDeviceToDevice, context.stream
-            )
-
-
-@dataclass(frozen=True)
-class _Stream:
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-# What the callbacks do. They compare equal where they do the same, so that JAX compiles each once.
-
-
-@dataclass(frozen=True)
-class _Steps:
-    fields: tuple[str, ...]  # of what changes, of each layer
-    max_window: int
-    dt_softplus: bool
-    pad_slot_id: int
-
-    def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
-        *changed, read, inputs = given
-        size = len(self.fields)
-        outs = results[size * len(inputs) :]
-        with _on_stream(context, results[0]):
-            _carry_over(context, results, changed)
-            for place, (tokens, out) in enumerate(zip(inputs, outs, strict=True)):
-                mine = results[place * size : (place + 1) * size]
-                pools = {_ARGUMENTS[name]: b for name, b in zip(self.fields, mine, strict=True)}
-                ops.checkpointing_ssu(
-                    **pools, **read, **tokens, out=out, max_window=self.max_window,
-                    dt_softplus=self.dt_softplus, pad_slot_id=self.pad_slot_id,
-                )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Advance:
-    query_len: int | None
-    max_window: int
-    ring_buffer_len: int
-    pad_slot_id: int
-
-    def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
-        start, prev = results
-        *changed, last = given
-        read: dict[str, Any] = dict(last)
-        query_lens, accepted = read.pop("query_lens"), read.pop("num_accepted")
-        with _on_stream(context, start):
-            _carry_over(context, results, changed)
-            advance_ring(
-                start, prev, accepted, query_lens if self.query_len is None else self.query_len,
-                max_window=self.max_window, ring_buffer_len=self.ring_buffer_len,
-                pad_slot_id=self.pad_slot_id, **read,
-            )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Reset:
-    layers: int
-    pad_slot_id: int
-
-    def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
-        start, prev, *rest = results
-        with _on_stream(context, start):
-            _carry_over(context, results, given[:-1])
-            reset_slots(
-                start, prev, given[-1]["slots"], rest[: self.layers], self.pad_slot_id,
-                state_scales=rest[self.layers :],
-            )  # fmt: skip

@@ -13,6 +13,10 @@ from typing import ClassVar
 
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16", "float16", *SCALED_DTYPES)
+# A state in float16 that steps read a smaller copy of: the dtype of the copy's array.
+COPY_DTYPES = {"float16+fp8": "float8_e4m3fn", "float16+nvfp4": "uint8"}
+STATE_FORMATS = (*STATE_DTYPES, *COPY_DTYPES)
+SCALED_FORMATS = (*SCALED_DTYPES, *COPY_DTYPES)  # with a float32 scale for each row
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 PLAIN_ACTIVATION_DTYPES = ("float32", "bfloat16", "float16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +32,32 @@ _CPP = {
     "float16": "fp16",
     "int8": "int8",
     "float8_e4m3fn": "e4m3",
+    "float16+fp8": "e4m3",
+    "float16+nvfp4": "e2m1",
 }
+# Of a number that a step reads, block scales included.
+_BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "float8_e4m3fn": 8,
+    "float16+fp8": 8,
+    "float16+nvfp4": 4.5,
+}
+SLAB = 16  # rows p of a head in one tile of state
+
+
+def _written(state_format: str, others: str) -> str:
+    """Template arguments of a kernel that writes states: the state's type, then a copy's."""
+    if state_format in COPY_DTYPES:
+        return f"fp16, {others}, {_CPP[state_format]}"
+    return f"{_CPP[state_format]}, {others}"
+
+
+def bytes_of_slab(state_format: str, dstate: int) -> int:
+    """Of 16 rows of state as a step reads them, without the scales of the rows."""
+    return int(SLAB * dstate * _BITS[state_format] / 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +74,13 @@ class CheckpointingSsuKey:
     @property
     def name_expression(self) -> str:
         types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}>"
+        checkpoint = ", fp16" if self.state_dtype in COPY_DTYPES else ""
+        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}{checkpoint}>"
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a step that takes this kernel."""
+        return TOKENS_PER_TILE * (self.token_tiles - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +89,55 @@ class SmallCheckpointingSsuKey(CheckpointingSsuKey):
 
     source: ClassVar[str] = "checkpointing_ssu_small.cu"
     kernel: ClassVar[str] = "checkpointing_ssu_small"
+
+    @property
+    def least_tokens(self) -> int:
+        return self.token_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpointingSsuKey(CheckpointingSsuKey):
+    """The step on a state that has a copy in the form for few heads."""
+
+    source: ClassVar[str] = "checkpointing_ssu_copied.cu"
+    kernel: ClassVar[str] = "checkpointing_ssu_copied"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCheckpointingSsuKey(CheckpointingSsuKey):
+    """The form for many heads as the second of two kernels: its weights come from scratch."""
+
+    kernel: ClassVar[str] = "checkpointing_ssu_prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputeKey:
+    """The first of two kernels, which makes the weights.
+
+    Of the state it knows whether C is scaled for it (kScaledC): 8-bit or fp16, beside bfloat16.
+    """
+
+    scaled: bool
+    activation_dtype: str
+    dstate: int
+    token_tiles: int
+    source: ClassVar[str] = "precompute.cu"
+
+    @property
+    def name_expression(self) -> str:
+        scaled, activation = str(self.scaled).lower(), _CPP[self.activation_dtype]
+        return f"precompute<{scaled}, {activation}, {self.dstate}, {self.token_tiles}>"
+
+    @property
+    def least_tokens(self) -> int:
+        return TOKENS_PER_TILE * (self.token_tiles - 1) + 1
+
+
+def precompute_key(key: CheckpointingSsuKey) -> PrecomputeKey:
+    """Of the kernel that makes the weights for this one."""
+    half = key.state_dtype in ("float16", *SCALED_FORMATS)
+    scaled = half and key.activation_dtype == "bfloat16"
+    return PrecomputeKey(scaled, key.activation_dtype, key.dstate, key.token_tiles)
 
 
 def replay_keys(
@@ -66,10 +150,23 @@ def replay_keys(
     """
     tiles = max(1, -(-tokens // TOKENS_PER_TILE))
     case = state_dtype, activation_dtype, dstate, tiles
-    streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_DTYPES)
-    at_once = 1 if tokens == 1 else 2
-    small = SmallCheckpointingSsuKey(state_dtype, activation_dtype, dstate, at_once)
+    streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_FORMATS)
+    small: CheckpointingSsuKey
+    if state_dtype in COPY_DTYPES:
+        small = CopiedCheckpointingSsuKey(*case)
+    else:
+        small = SmallCheckpointingSsuKey(*case[:3], 1 if tokens == 1 else 2)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
+
+
+def two_kernel_key(
+    state_dtype: str, activation_dtype: str, dstate: int, tokens: int
+) -> PreparedCheckpointingSsuKey | None:
+    """The second of the two kernels that do a step, which exists where the streaming form does."""
+    key = replay_keys(state_dtype, activation_dtype, dstate, tokens)[0]
+    if type(key) is not CheckpointingSsuKey:
+        return None
+    return PreparedCheckpointingSsuKey(state_dtype, activation_dtype, dstate, key.token_tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +193,22 @@ class AdvanceRingKey:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginStepKey:
+    """Cursors from positions, before a step; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "begin_step"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRingsKey:
+    """Zero rings and positions; nothing is fixed at compile time."""
+
+    source: ClassVar[str] = "positions.cu"
+    name_expression: ClassVar[str] = "clear_rings"
+
+
+@dataclass(frozen=True, slots=True)
 class ResetSlotsKey:
     """Zero states and cursors; nothing is fixed at compile time."""
 
@@ -113,7 +226,7 @@ class LoadStateKey:
 
     @property
     def name_expression(self) -> str:
-        return f"load_state<{_CPP[self.state_dtype]}, {_CPP[self.source_dtype]}>"
+        return f"load_state<{_written(self.state_dtype, _CPP[self.source_dtype])}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +264,8 @@ class MaterializeKey:
 
     @property
     def name_expression(self) -> str:
-        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
-        return f"materialize<{types}, {self.dstate}>"
+        types = _written(self.state_dtype, f"{_CPP[self.activation_dtype]}, {self.dstate}")
+        return f"materialize<{types}>"
 
     @property
     def resident_blocks(self) -> int:
@@ -187,8 +300,11 @@ class CopySlotsKey:
 
 Key = (
     CheckpointingSsuKey
+    | PrecomputeKey
     | SelectiveStateUpdateKey
     | AdvanceRingKey
+    | BeginStepKey
+    | ClearRingsKey
     | ResetSlotsKey
     | LoadStateKey
     | CheckStepKey
@@ -204,18 +320,25 @@ Key = (
 def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
     tokens = range(1, MAX_TOKENS + 1, TOKENS_PER_TILE)
-    for case in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES, tokens):
+    firsts: dict[PrecomputeKey, None] = {}
+    for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, tokens):
         yield from replay_keys(*case)
+        if second := two_kernel_key(*case):
+            yield second
+            firsts[precompute_key(second)] = None
+    yield from firsts
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)
     yield AdvanceRingKey()
+    yield BeginStepKey()
+    yield ClearRingsKey()
     yield ResetSlotsKey()
     yield CheckStepKey()
     yield StampFoldsKey()
     yield ForgetFoldsKey()
-    for types in itertools.product(STATE_DTYPES, FLOAT_DTYPES):
+    for types in itertools.product(STATE_FORMATS, FLOAT_DTYPES):
         yield LoadStateKey(*types)
-    for snapshot in itertools.product(STATE_DTYPES, ACTIVATION_DTYPES, DSTATES):
+    for snapshot in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES):
         yield MaterializeKey(*snapshot)
     yield PlanMaterializeKey()
     yield CheckMaterializeKey()

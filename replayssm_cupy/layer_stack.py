@@ -46,7 +46,8 @@ class LayerStack(StackArrays):
     max_window : W, the most tokens that a ring keeps before it is folded into the state; 1 to 16.
     npredicted : the most new tokens of a step, 1 to max_window.
     state_dtype : "float32", "bfloat16", "float16", or 8-bit codes with a float32 scale for each
-        row: "int8", "float8_e4m3fn".
+        row: "int8", "float8_e4m3fn". "float16+fp8" and "float16+nvfp4" keep a float16 state that
+        is touched on flush only, and a copy of 8 or 4 bits, made anew then, that steps read.
     activation_dtype : of x, B, C and the rings: "bfloat16" or "float16" ("float32" on the CPU).
     stochastic_rounding : round states (not float32) stochastically when they are written; an int
         is the first seed. The stack keeps the seed on the device and :meth:`advance` bumps it, so
@@ -336,6 +337,7 @@ class LayerStack(StackArrays):
             self.states,
             pad_slot_id,
             state_scales=self.state_scales,
+            state_copies=self.state_copies,
         )
 
     def load_state(self, layer: int, slots: Any, state: Any, pad_slot_id: int = -1) -> None:
@@ -345,10 +347,10 @@ class LayerStack(StackArrays):
         cursors must be 0 (as after :meth:`reset`): rows that are live would be replayed on top.
         """
         views = self._views[self._layer(layer)]
-        target, scale = views["state"], views["state_scale"]
+        target, copy, scale = (views[name] for name in ("state", "state_copy", "state_scale"))
         assert target is not None
         given, indices = view(state, "state"), optional_view(slots, "slots")
-        slot_ops.load_views(target, scale, given, indices, pad_slot_id)
+        slot_ops.load_views(target, copy, scale, given, indices, pad_slot_id)
 
     def refresh(self, A: Sequence[Any] | None = None) -> None:
         """Reads the stack's arrays anew, builds its pointer tables and loads their kernels.
@@ -372,6 +374,7 @@ class LayerStack(StackArrays):
         self._own(
             self.states, self.x_caches, self.B_caches, self.dt_caches, self.ring_start,
             self.prev_num_accepted_tokens, self.npredicted, self.max_window, self.state_scales,
+            self.state_copies,
         )  # fmt: skip
         self._last_query_len, self._A = latest, given
         self._snapshots = Snapshots(
@@ -487,7 +490,8 @@ class LayerStack(StackArrays):
         return self._snapshots
 
     def _check_unmoved(self) -> None:
-        lists = {"state": self.states, "state_scale": self.state_scales, "x_cache": self.x_caches,
+        lists = {"state": self.states, "state_copy": self.state_copies,
+                 "state_scale": self.state_scales, "x_cache": self.x_caches,
                  "B_cache": self.B_caches, "dt_cache": self.dt_caches}  # fmt: skip
         for layer, views in enumerate(self._views):
             for name, arrays in lists.items():
@@ -509,11 +513,12 @@ class LayerStack(StackArrays):
                     f"at {address:#x}: call refresh()"
                 )
 
-    def warm_up(self) -> None:
+    def warm_up(self, algorithm: str = "auto") -> None:
         """Compiles and loads every kernel of the decode loop; nothing to do on the CPU.
 
-        :meth:`refresh` does so for snapshots and copies.
+        `algorithm` is that of the steps. :meth:`refresh` does so for snapshots and copies.
         """
+        check_algorithm(algorithm)
         if self.device.kind == "cuda":
             slot_ops.warm_up(
                 dstate=self._first["state"].shape[3],
@@ -521,6 +526,7 @@ class LayerStack(StackArrays):
                 activation_dtype=self.activation_dtype,
                 npredicted=self.npredicted,
                 device=self.device.index,
+                algorithm=algorithm,
             )
 
 

@@ -228,7 +228,8 @@ class ReplayCache(_DecodeCache):
 class PlainCache(_DecodeCache):
     """States updated in place by every token: the path that ReplaySSM is compared with.
 
-    Of the stack it takes the states, and their scales in 8-bit formats; the rings stay unused.
+    Of the stack it takes the states, and their scales in 8-bit formats; rings and copies stay
+    unused.
     """
 
     def __init__(self, prompt: PrefillCache, stack: LayerStack) -> None:
@@ -239,7 +240,7 @@ class PlainCache(_DecodeCache):
 
     def scan(self, layer: int, inputs: SSMInputs) -> Array:
         """One plain update of one layer."""
-        i, scales = inputs, self.stack.state_scales
+        i, scales = inputs, [] if self.stack.state_copies else self.stack.state_scales
         return selective_state_update(
             self.stack.states[layer], i.x, i.dt, i.A, i.B, i.C, D=i.D, z=i.z, dt_bias=i.dt_bias,
             dt_softplus=i.dt_softplus, state_batch_indices=self.slots,

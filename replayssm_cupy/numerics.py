@@ -203,7 +203,7 @@ def _bits(x: Array) -> Array:
     return np.asarray(x).view(np.uint32)
 
 
-def _flush(x: Array) -> Array:
+def flushed(x: Array) -> Array:
     """fp32 with subnormals replaced by zeros of their sign."""
     bits = _bits(x)
     subnormal = (bits & ~_SIGN) < _SMALLEST_NORMAL
@@ -251,7 +251,7 @@ def stochastic_round(x: npt.ArrayLike, field: npt.ArrayLike, state_dtype: str) -
     """
     x, field = np.asarray(x, np.float32), np.asarray(field).astype(np.uint32)
     if state_dtype == "int8":
-        shifted = _flush(x) + field.astype(np.float32) * np.float32(2**-16)
+        shifted = flushed(x) + field.astype(np.float32) * np.float32(2**-16)
         return _to_int8(np.floor(shifted))
     if state_dtype not in _FORMATS:
         raise ValueError(f"state_dtype: expected one of {_ROUNDED}, got {state_dtype!r}")
@@ -304,7 +304,7 @@ def encode_state(
     # 127 times the scale of the largest fp32 number would overflow.
     most = np.uint32(0x7C010203).view(np.float32) if state_dtype == "int8" else np.float32(np.inf)
     scale = np.where(broken, np.float32(np.nan), np.minimum(np.float32(1) / enc, most))
-    v = _flush(np.where(live[..., None], S, np.float32(0))) * enc[..., None]
+    v = flushed(np.where(live[..., None], S, np.float32(0))) * enc[..., None]
     if fields is None:
         return round_to_code(v, state_dtype), scale
     return stochastic_round(v, fields, state_dtype), scale
@@ -312,6 +312,6 @@ def encode_state(
 
 def decode_state(codes: npt.ArrayLike, scale: npt.ArrayLike) -> Array:
     """fp32 values (..., dstate) of int8 or float8_e4m3fn codes: one product, code * scale."""
-    scale = _flush(np.asarray(scale, np.float32))
+    scale = flushed(np.asarray(scale, np.float32))
     with np.errstate(over="ignore"):
-        return _flush(to_float(codes) * scale[..., None])
+        return flushed(to_float(codes) * scale[..., None])

@@ -60,6 +60,7 @@ def checkpointing_ssu(
     force_flush: Any = None,
     pad_output: str = "zero",
     check: bool | str = False,
+    state_copy: Any = None,
 ) -> Any:
     """One ReplaySSM decode step: outputs from checkpoint, ring and new tokens.
 
@@ -106,19 +107,27 @@ def checkpointing_ssu(
     max_seqlen : with cu_seqlens: the longest sequence, 1 to 16. Tokens of a sequence beyond it are
         left out.
     enable_pdl : launch the kernel so that its blocks may start while the kernel ahead of it in the
-        stream is still running (programmatic dependent launch). None of the arrays is read or
-        written early, weights, slots and cursors included: the kernel waits first until the one
-        ahead has ended, so the results are those of a plain launch whatever that one writes, and
-        when. The kernel behind may start early in turn if it was launched that way, and must wait
-        likewise (``griddepcontrol.wait``). Without effect before compute capability 9.0, and on
+        stream is still running (programmatic dependent launch). No array is used early, weights,
+        slots and cursors included: the kernel waits first until the one ahead has ended, so the
+        results are those of a plain launch whatever that one writes, and when. While it waits, the
+        form for few heads asks the L2 cache for the states and rings of the slots that it finds,
+        a hint that changes nothing but the time. The kernel behind may start early in turn if it
+        was launched that way, and must wait likewise (``griddepcontrol.wait``); what was launched
+        before the step has ended by then. Without effect before compute capability 9.0, and on
         the CPU path.
-    cb_scaled, cumAdt_vec, cb_old : FlashInfer's scratch, all three or none, from
+    cb_scaled, cumAdt_vec, cb_old : scratch for two kernels, all three or none, from
         :func:`allocate_scratch`, or as FlashInfer has it: (>= batch, nheads, 32, 8) as x,
         (>= batch, nheads, 16) float32 and (>= batch, nheads, 32, K / 2) as x, with K = max_window
-        rounded up to 8. Contiguous; checked, and not touched: one kernel does the step.
+        rounded up to 8. Contiguous. Their contents are of no use afterwards; steps that may run at
+        the same time need scratch each.
     precompute_heads_per_cta : 0 or more, a hint for FlashInfer's kernels: no effect.
-    algorithm : "monolith", "two-kernel" (with scratch) or "auto", for FlashInfer's callers: one
-        kernel does the step whatever is asked for.
+    algorithm : "monolith": one kernel. "two-kernel": the first writes the weights of the rows to
+        the scratch, without which this is an error, and the second, which may start while the first
+        still runs, takes them from there. "auto": by measured bounds, of which there are none so
+        far: one kernel. The bits are the same. One kernel does the step too where scratch of
+        FlashInfer's shape does not hold the weights as they are (more than 6 tokens, or more than 2
+        with max_window up to 8), and with dstate 256 if the state is 8-bit or there are more than 8
+        tokens.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same
@@ -127,6 +136,10 @@ def checkpointing_ssu(
     check : True looks at cursors, slots and cu_seqlens first, with a kernel of its own and a wait
         for it; "finite" at the live ring rows too. The environment variable REPLAYSSM_CHECK=1 (or
         =finite) does so everywhere. Not inside a CUDA-graph capture.
+    state_copy : beside a float16 state, the copy of it that outputs are read from, with
+        `state_scale`; made anew at every flush, from the state before it is rounded. e4m3 codes
+        (num_slots, nheads, head_dim, dstate) float8_e4m3fn, or e2m1 codes and their block scales
+        (num_slots, nheads, head_dim // 16, 9 * dstate) uint8; :func:`load_state` makes it first.
 
     Returns
     -------
@@ -156,20 +169,19 @@ def checkpointing_ssu(
         numbers, (*map(type, numbers),), dt_softplus, pad_output, enable_pdl, algorithm,
         D is None, z is None, dt_bias is None, state_batch_indices is None, state_scale is None,
         rand_seed is None, cu_seqlens is None, force_flush is None, cb_scaled is None,
-        cumAdt_vec is None, cb_old is None, out is None,
+        cumAdt_vec is None, cb_old is None, state_copy is None, out is None,
     )  # fmt: skip
     given = (
-        state, state_scale, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt,
-        A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens, force_flush, rand_seed, cb_scaled,
-        cumAdt_vec, cb_old, out,
+        state, state_copy, state_scale, x_cache, B_cache, dt_cache, ring_start,
+        prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens,
+        force_flush, rand_seed, cb_scaled, cumAdt_vec, cb_old, out,
     )  # fmt: skip
     if check is False and not everywhere():
         repeated = _calls.repeat(key, given, x)
         if repeated is not None:
             return repeated[1]
     arrays = dict(zip(_SSU_ARRAYS, given, strict=False))
-    optional = ("state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH)
-    views = _views(arrays, optional)
+    views = _views(arrays, _SSU_OPTIONAL)
     check_hints(d_split, precompute_heads_per_cta)
     options = Options(
         bool(dt_softplus),
@@ -246,10 +258,14 @@ _calls, _plain_calls = SeenCalls(), SeenCalls()
 _TOKENS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "slots")
 _RINGS = ("x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens")
 _SSU_ARRAYS = (
-    "state", "state_scale", *_RINGS, *_TOKENS, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH
+    "state", "state_copy", "state_scale", *_RINGS, *_TOKENS, "cu_seqlens", "force_flush",
+    "rand_seed", *SCRATCH,
 )  # fmt: skip
 _UPDATE_ARRAYS = ("state", "state_scale", *_TOKENS, "rand_seed")
 _OPTIONAL = ("D", "z", "dt_bias", "slots")
+_SSU_OPTIONAL = (
+    "state_copy", "state_scale", *_OPTIONAL, "cu_seqlens", "force_flush", "rand_seed", *SCRATCH
+)  # fmt: skip
 
 
 def _views(arrays: dict[str, Any], optional: Sequence[str]) -> Views:

@@ -19,7 +19,8 @@ from .keys import Key
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
-SLOT_ARRAYS = 5  # state, scale, x, B and dt rings
+SLOT_ARRAYS = 6  # state, copy, scale, x, B and dt rings
+RINGS = 3  # x, B and dt
 MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
@@ -55,7 +56,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             """slots_type num_slots npredicted
-            state_warps quads rows_of_block threads ring_rows""",
+            state_warps quads rows_of_block threads ring_rows by_place starts_early""",
         ),
         *_fields(ctypes.c_int64, "inverse_heads_per_group"),
         *_array("C", "batch token group"),
@@ -64,7 +65,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_array("state", "slot head"),
         *_array("state_scale", "slot head"),
         *_array("x_cache", "slot head row"),
-        *_fields(ctypes.c_int32, "ring_buffer_len by_place head_dim out_type"),
+        *_fields(ctypes.c_int32, "ring_buffer_len head_dim out_type zero_padding"),
         *_array("out", "batch token head"),
         *_array("dt_bias", ""),
         *_fields(ctypes.c_int32, "dt_type A_type D_type dt_bias_type"),
@@ -77,15 +78,25 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_array("A", ""),
         *_array("D", ""),
         *_array("force_flush", ""),
-        *_fields(ctypes.c_int32, "max_window dt_softplus heads_per_group zero_padding"),
+        *_fields(ctypes.c_int32, "max_window dt_softplus heads_per_group nheads"),
         *_fields(ctypes.c_int64, "z_batch_stride z_token_stride z_head_stride"),
         *_array("rand_seed"),
-        *_fields(ctypes.c_int32, "philox_rounds layer batch nheads"),
-        *_fields(ctypes.c_int64, "inverse_items_of_sequence inverse_items_of_group"),
+        *_fields(ctypes.c_int32, "philox_rounds layer"),
+        *_array("state_copy", "slot head"),
+        *_array("events", ""),
+        *_fields(ctypes.c_void_p, "cb_scaled cumAdt_vec cb_old"),
+        *_fields(
+            ctypes.c_int64,
+            """inverse_items_of_sequence inverse_items_of_group
+            inverse_flushes_of_sequence inverse_flushes_of_group""",
+        ),
         *_fields(
             ctypes.c_int32,
-            """heads_of_item items_of_sequence items_of_group bytes_of_share at_group at_head
-            at_outputs at_products at_scales_of_C at_dt at_weights at_scales""",
+            """heads_of_item items_of_sequence items_of_group
+            heads_of_flush flushes_of_sequence flushes_of_group
+            batch most_listed bytes_of_list bytes_of_share at_group at_head at_outputs at_products
+            at_scales_of_C at_dt at_weights at_scales at_cursors
+            cb_scaled_words cumAdt_vec_words cb_old_words""",
         ),
     ]
 
@@ -127,6 +138,46 @@ class AdvanceRingParams(ctypes.Structure):
     ]
 
 
+class BeginStepParams(ctypes.Structure):
+    """Positions, what follows from them, strides in elements and counts of ``begin_step``."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            """positions slots num_accepted cu_seqlens ring_start prev_num_accepted_tokens events
+            rand_seed""",
+        ),
+        *_fields(
+            ctypes.c_int64,
+            """positions_slot_stride positions_word_stride slots_stride num_accepted_stride
+            pad_slot_id seed""",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            """num_slots batch npredicted max_window ring_buffer_len words
+            slots_type num_accepted_type""",
+        ),
+    ]
+
+
+class ClearRingsParams(ctypes.Structure):
+    """Rings, positions, strides in words of four bytes and counts of ``clear_rings``."""
+
+    _fields_ = [
+        ("rings", ctypes.c_void_p * RINGS),
+        ("ring_slot_strides", ctypes.c_int64 * RINGS),
+        ("ring_head_strides", ctypes.c_int64 * RINGS),
+        *_fields(ctypes.c_void_p, "positions slots"),
+        *_fields(
+            ctypes.c_int64,
+            "positions_slot_stride positions_word_stride slots_stride pad_slot_id",
+        ),
+        ("heads", ctypes.c_int32 * RINGS),
+        ("words_of_head", ctypes.c_int32 * RINGS),
+        *_fields(ctypes.c_int32, "num_slots batch words slots_type"),
+    ]
+
+
 class ResetSlotsParams(ctypes.Structure):
     """The table of states, the cursors and the counts of ``reset_slots``."""
 
@@ -150,14 +201,14 @@ class LoadStateParams(ctypes.Structure):
     """Pointers, strides in elements and counts of ``load_state``."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "state state_scale source slots"),
+        *_fields(ctypes.c_void_p, "state state_copy state_scale source slots"),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride state_scale_slot_stride
-            state_scale_head_stride source_batch_stride source_head_stride
-            slots_stride pad_slot_id""",
+            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
+            state_scale_slot_stride state_scale_head_stride source_batch_stride source_head_stride
+            slots_stride pad_slot_id seed""",
         ),
-        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type"),
+        *_fields(ctypes.c_int32, "num_slots batch nheads head_dim dstate slots_type philox_rounds"),
     ]
 
 
@@ -169,16 +220,16 @@ class MaterializeParams(ctypes.Structure):
             ctypes.c_void_p,
             """state_ptrs state_slot_strides x_cache_ptrs x_cache_slot_strides B_cache_ptrs
             B_cache_slot_strides dt_cache_ptrs dt_cache_slot_strides A_ptrs state_scale_ptrs
-            state_scale_slot_strides src_slots dst_slots ring_start replay_prefix_len
-            active_request_indices rand_seed""",
+            state_scale_slot_strides state_copy_ptrs state_copy_slot_strides src_slots dst_slots
+            ring_start replay_prefix_len active_request_indices rand_seed""",
         ),
         *_fields(
             ctypes.c_int64,
-            """state_head_stride state_scale_head_stride x_cache_head_stride x_cache_row_stride
-            B_cache_group_stride B_cache_row_stride dt_cache_head_stride dt_cache_row_stride
-            A_stride src_slots_layer_stride src_slots_batch_stride dst_slots_layer_stride
-            dst_slots_batch_stride ring_start_stride replay_prefix_len_stride
-            active_request_indices_stride pad_slot_id num_slots""",
+            """state_head_stride state_scale_head_stride state_copy_head_stride
+            x_cache_head_stride x_cache_row_stride B_cache_group_stride B_cache_row_stride
+            dt_cache_head_stride dt_cache_row_stride A_stride src_slots_layer_stride
+            src_slots_batch_stride dst_slots_layer_stride dst_slots_batch_stride ring_start_stride
+            replay_prefix_len_stride active_request_indices_stride pad_slot_id num_slots""",
         ),
         *_fields(
             ctypes.c_int32,
@@ -279,7 +330,7 @@ class CheckMaterializeParams(ctypes.Structure):
         *_fields(
             ctypes.c_void_p,
             """report state_ptrs x_cache_ptrs B_cache_ptrs dt_cache_ptrs A_ptrs state_scale_ptrs
-            src_slots dst_slots ring_start replay_prefix_len active_request_indices
+            state_copy_ptrs src_slots dst_slots ring_start replay_prefix_len active_request_indices
             prev_num_accepted_tokens""",
         ),
         *_fields(
@@ -291,7 +342,7 @@ class CheckMaterializeParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             """layers batch max_window ring_buffer_len src_slots_type dst_slots_type scaled
-            bytes_of_A""",
+            copied bytes_of_A""",
         ),
     ]
 
@@ -307,6 +358,7 @@ class Plan:
     device: Device
     shared_bytes: int = 0  # of dynamic shared memory a block
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
+    before: Plan | None = None  # launched first; it reads the same record
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
     memory: memoryview = field(init=False, repr=False, compare=False)  # the record's bytes
     pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
@@ -326,11 +378,15 @@ class Plan:
 
         A plan is launched by one thread at a time; threads take a :meth:`copy` each.
         """
+        if self.before is not None:
+            self.before.launch(stream)
         launchers[self.device.kind].launch(self, stream)
 
     def copy(self) -> Plan:
         """The same launch with a record of its own."""
-        return replace(self, record=type(self.record).from_buffer_copy(self.record))
+        record = type(self.record).from_buffer_copy(self.record)
+        before = None if self.before is None else replace(self.before, record=record)
+        return replace(self, record=record, before=before)
 
 
 class Launcher(Protocol):

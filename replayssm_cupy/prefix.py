@@ -7,6 +7,7 @@ all layers. Sources and rings are only read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,21 +28,23 @@ from .checks import (
     optional_view,
 )
 from .decode import wait_for_jax
+from .formats import arrays_of, copy_shape, format_name
 from .keys import (
     ACTIVATION_DTYPES,
+    COPY_DTYPES,
     DSTATES,
     FLOAT_DTYPES,
     HEAD_DIMS,
     MAX_WINDOW,
     PLAIN_ACTIVATION_DTYPES,
-    SCALED_DTYPES,
-    STATE_DTYPES,
+    SCALED_FORMATS,
+    STATE_FORMATS,
     MaterializeKey,
 )
 from .plan import FLOAT_TYPES, INDEX_TYPES, MaterializeParams, Plan, launchers
 from .prefix_checks import HostMetadata, check_on_device, check_on_host
 from .prefix_plan import MAX_BATCH
-from .prefix_tables import TABLES, Layout
+from .prefix_tables import COPY_TABLES, TABLES, Layout
 from .schedule import processor
 
 WARPS = 4
@@ -81,6 +84,8 @@ def replayssm_materialize(
     dependency_inputs: Sequence[Any] = (),
     dependency_outputs: Sequence[Any] = (),
     check: bool | str = False,
+    state_copy_ptrs: Any = None,
+    state_copy_slot_strides: Any = None,
 ) -> None:
     """Writes states after a prefix of their rings to other slots, for all layers in one launch.
 
@@ -109,6 +114,9 @@ def replayssm_materialize(
         stochastically, with the seed (1,) int64 mixed with the layer; 0 rounds to nearest.
     dependency_inputs, dependency_outputs : arrays, not looked at: for compilers that order calls
         by their arguments.
+    state_copy_ptrs, state_copy_slot_strides : with the state_dtype "float16+fp8" or
+        "float16+nvfp4", tables of the read copies, packed inside a slot as `state_copy` of
+        :func:`checkpointing_ssu`; else None.
     check : True looks at metadata, slots and tables first, with a kernel of its own and a wait for
         it; so does REPLAYSSM_CHECK=1. Not inside a CUDA-graph capture.
 
@@ -129,6 +137,15 @@ def replayssm_materialize(
              B_cache_slot_strides, dt_cache_ptrs, dt_cache_slot_strides, A_ptrs, state_scale_ptrs,
              state_scale_slot_strides)  # fmt: skip
     tables = {name: view(array, name) for name, array in zip(TABLES, given, strict=True)}
+    state_format = format_name(state_dtype, "state_dtype")
+    copies = dict(zip(COPY_TABLES, (state_copy_ptrs, state_copy_slot_strides), strict=True))
+    for name, array in copies.items():
+        if (array is None) == (state_format in COPY_DTYPES):
+            wanted = "a table" if array is None else "None"
+            got = "None" if array is None else type(array).__name__
+            raise ValueError(f"{name}: expected {wanted} with states of {state_format}, got {got}")
+        if array is not None:
+            tables[name] = view(array, name)
     metadata = {
         "src_slots": view(src_slots, "src_slots"),
         "dst_slots": view(dst_slots, "dst_slots"),
@@ -143,7 +160,7 @@ def replayssm_materialize(
         for index, anchor in enumerate(anchors):
             view(anchor, f"{name}[{index}]")
     layout = _packed_layout(
-        dtype_name(state_dtype, "state_dtype"), dtype_name(input_dtype, "input_dtype"),
+        state_format, dtype_name(input_dtype, "input_dtype"),
         dtype_name(matrixA_dtype, "matrixA_dtype"), dim, dstate, num_heads, heads_per_group,
         max_window, ring_buffer_len,
     )  # fmt: skip
@@ -199,6 +216,7 @@ def _packed_layout(
         dt_cache_head_stride=ring_buffer_len,
         dt_cache_row_stride=1,
         A_stride=1,
+        state_copy_head_stride=math.prod(copy_shape(state_dtype, dim, dstate)),
     )  # fmt: skip
 
 
@@ -263,7 +281,7 @@ def check_formats(layout: Layout, device: Device) -> None:
     """The dtypes that there are kernels for, or on the CPU path a reference."""
     activations = ACTIVATION_DTYPES if device.kind in launchers else PLAIN_ACTIVATION_DTYPES
     for name, dtype, allowed in (
-        ("state_dtype", layout.state_dtype, STATE_DTYPES),
+        ("state_dtype", layout.state_dtype, STATE_FORMATS),
         ("input_dtype", layout.activation_dtype, activations),
         ("matrixA_dtype", layout.A_dtype, FLOAT_DTYPES),
     ):
@@ -339,7 +357,7 @@ def _materialize_on_host(
         stochastic = philox_rounds > 0
         storage = reference.Storage(
             arrays["state"], arrays.get("state_scale"), a["rand_seed"] if stochastic else None,
-            philox_rounds, layer,
+            philox_rounds, layer, arrays.get("state_copy"),
         )  # fmt: skip
         for request, (source, target) in pairs:
             reference.materialize(
@@ -354,9 +372,13 @@ def _host_layer(
     """The arrays behind one entry of the tables, the first `slots` slots of each."""
     c = layout
     groups, rows = c.nheads // c.heads_per_group, c.ring_buffer_len
+    state_dtype, copy_dtype = arrays_of(c.state_dtype)
+    of_copy = copy_shape(c.state_dtype, c.head_dim, c.dstate)
     shapes = {
-        "state": (c.state_dtype, (c.nheads, c.head_dim, c.dstate),
+        "state": (state_dtype, (c.nheads, c.head_dim, c.dstate),
                   (c.state_head_stride, c.dstate, 1)),
+        "state_copy": (copy_dtype or "", (c.nheads, *of_copy),
+                       (c.state_copy_head_stride, of_copy[1], 1)),
         "x_cache": (c.activation_dtype, (c.nheads, rows, c.head_dim),
                     (c.x_cache_head_stride, c.x_cache_row_stride, 1)),
         "B_cache": (c.activation_dtype, (groups, rows, c.dstate),
@@ -367,9 +389,11 @@ def _host_layer(
     }  # fmt: skip
     arrays = {}
     for name, (dtype, shape, strides) in shapes.items():
-        address = int(addresses[f"{name}_ptrs"][layer])
-        if name == "state_scale" and c.state_dtype not in SCALED_DTYPES:
+        if name == "state_scale" and c.state_dtype not in SCALED_FORMATS:
             continue
+        if name == "state_copy" and copy_dtype is None:
+            continue
+        address = int(addresses[f"{name}_ptrs"][layer])
         if address == 0:
             raise ValueError(f"{name}_ptrs: expected an address, got 0 at layer {layer}")
         if name != "A":

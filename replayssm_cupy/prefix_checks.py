@@ -12,12 +12,12 @@ import numpy as np
 
 from .arrays import View, current_stream, device_guard, empty_like_framework, itemsize, view
 from .errors import ReplaySSMError
-from .keys import SCALED_DTYPES, CheckMaterializeKey
+from .keys import COPY_DTYPES, SCALED_FORMATS, CheckMaterializeKey
 from .plan import CheckMaterializeParams, Plan
 
 Array = np.ndarray[Any, Any]
 _TABLES = ("state_ptrs", "x_cache_ptrs", "B_cache_ptrs", "dt_cache_ptrs", "A_ptrs",
-           "state_scale_ptrs")  # fmt: skip
+           "state_scale_ptrs", "state_copy_ptrs")  # fmt: skip
 _VIOLATIONS = {
     1: "active_request_indices: expected requests from 0 to {bound}, got {value} at place {place}",
     2: "active_request_indices: expected only -1 behind the first negative entry, at place "
@@ -58,7 +58,8 @@ def check_on_device(
     if prev is not None:
         checked.prev_num_accepted_tokens = prev.ptr
         checked.prev_num_accepted_tokens_stride = prev.strides[0]
-    checked.scaled = int(state_dtype in SCALED_DTYPES)
+    checked.scaled = int(state_dtype in SCALED_FORMATS)
+    checked.copied = int(state_dtype in COPY_DTYPES)
     checked.bytes_of_A = itemsize(A_dtype)
     report = empty_like_framework(like, (4,), "int64", like.device)
     with device_guard(like.device):

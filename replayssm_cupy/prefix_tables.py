@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .arrays import View, from_numpy, view
 from .checks import check_devices, check_dtype
+from .formats import format_of
 from .keys import FLOAT_DTYPES
 
 TABLES = (
@@ -25,13 +26,14 @@ TABLES = (
     "state_scale_ptrs",
     "state_scale_slot_strides",
 )
+COPY_TABLES = ("state_copy_ptrs", "state_copy_slot_strides")  # of states with a read copy
 UNKNOWN_SLOTS = 2**62  # how many there are, where the caller does not say
 
 
 class Layout(NamedTuple):
     """What the layers of a table have in common: formats, sizes, strides inside a slot."""
 
-    state_dtype: str
+    state_dtype: str  # the format
     activation_dtype: str
     A_dtype: str
     head_dim: int
@@ -50,6 +52,7 @@ class Layout(NamedTuple):
     dt_cache_row_stride: int
     A_stride: int
     num_slots: int = UNKNOWN_SLOTS
+    state_copy_head_stride: int = 0
 
 
 class Tables:
@@ -70,11 +73,11 @@ class Tables:
         self.layers, self.A = list(layers), None if A is None else list(A)
         if self.A is not None:
             _check_weights(self.A, state)
-        scale = first.get("state_scale")
+        copy, scale = first.get("state_copy"), first.get("state_scale")
         self.layout = Layout(
-            state.dtype, x_cache.dtype, self.A[0].dtype if self.A else "float32", state.shape[2],
-            state.shape[3], state.shape[1], state.shape[1] // B_cache.shape[1], max_window,
-            x_cache.shape[2],
+            format_of(state, copy), x_cache.dtype, self.A[0].dtype if self.A else "float32",
+            state.shape[2], state.shape[3], state.shape[1], state.shape[1] // B_cache.shape[1],
+            max_window, x_cache.shape[2],
             state_head_stride=_stride(state, 1),
             state_scale_head_stride=0 if scale is None else _stride(scale, 1),
             x_cache_head_stride=_stride(x_cache, 1),
@@ -85,6 +88,7 @@ class Tables:
             dt_cache_row_stride=_stride(dt_cache, 2),
             A_stride=_stride(self.A[0], 0) if self.A else 0,
             num_slots=state.shape[0],
+            state_copy_head_stride=0 if copy is None else _stride(copy, 1),
         )  # fmt: skip
         self._check_alike(first)
         self.addresses = self._collect()
@@ -95,7 +99,7 @@ class Tables:
             name: whole._replace(
                 name=name, ptr=whole.ptr + 8 * index * count, shape=(count,), strides=(1,)
             )
-            for index, name in enumerate(TABLES)
+            for index, name in enumerate((*TABLES, *COPY_TABLES))
         }
 
     def _check_alike(self, first: dict[str, View]) -> None:
@@ -122,7 +126,8 @@ class Tables:
                 column += [array.ptr, _stride(array, 0)]
             scale = layer["state_scale"]
             column += [0 if self.A is None else self.A[index].ptr]
-            column += [0, 0] if scale is None else [scale.ptr, _stride(scale, 0)]
+            for array in (scale, layer.get("state_copy")):
+                column += [0, 0] if array is None else [array.ptr, _stride(array, 0)]
             columns.append(column)
         return np.array(columns, np.int64).T.copy()
 

@@ -36,6 +36,7 @@ from .numerics import (
     stochastic_round,
     to_float,
 )
+from .read_copy import decode_copy, encode_copy
 
 Array = npt.NDArray[Any]
 Precision = type[np.float32] | type[np.float64]
@@ -122,6 +123,7 @@ def replay_step(
     *,
     prev: int,
     flush: bool,
+    checkpoint: Array | None = None,
     precision: Precision = np.float64,
 ) -> tuple[Array, Array | None]:
     """One step of one sequence over its window: `prev` old tokens, then the new ones.
@@ -129,7 +131,8 @@ def replay_step(
     x, B and dt hold the window, heads first, dt processed; C (ngroups, q, dstate) and
     z (q, nheads, head_dim) the new tokens. Returns y (q, nheads, head_dim) and the state to
     store, None without a flush. y is read from the checkpoint on both branches, so it is the
-    same whether the step flushes or not and never sees the rounding of the stored state.
+    same whether the step flushes or not and never sees the rounding of the stored state. A
+    `checkpoint` is what is folded where `state` is a copy of it to read.
     """
     S = to_float(state, precision)
     x, B, C = (to_float(array, precision) for array in (x, B, C))
@@ -137,7 +140,8 @@ def replay_step(
     y = _skip_and_gate(y, x[:, prev:].transpose(1, 0, 2), D, z, precision)
     if not flush:
         return y, None
-    return y, fold(S, x[:, :prev], B[:, :prev], dt[:, :prev], A, precision)
+    carried = S if checkpoint is None else checkpoint
+    return y, fold(carried, x[:, :prev], B[:, :prev], dt[:, :prev], A, precision)
 
 
 def fold(
@@ -204,8 +208,9 @@ class Storage:
     """The states of all slots as they are stored: loads a slot's, and rounds what is written back.
 
     state (slots, nheads, head_dim, dstate); state_scale (slots, nheads, head_dim) float32 decode
-    scales of an 8-bit state, else None. With `rounds` of Philox and a seed the rounding is
-    stochastic; the random bits belong to the element's place in the storage.
+    scales of codes, else None; copy, the read copy of a float16 state, as `read_copy` describes it.
+    With `rounds` of Philox and a seed the rounding of the state is stochastic; the random bits
+    belong to the element's place in the storage, and to the slot's number in `events` (slots,).
     """
 
     state: Array
@@ -213,19 +218,36 @@ class Storage:
     rand_seed: Array | None = None
     rounds: int = 0
     layer: int = -1
+    copy: Array | None = None
+    events: Array | None = None
 
     def load(self, slot: int, precision: Precision) -> Array:
-        """The state of a slot in the arithmetic's precision."""
+        """The state of a slot that carries the recurrence, in the arithmetic's precision."""
         S = to_float(self.state[slot], precision)
-        if self.state_scale is None:
+        if self.state_scale is None or self.copy is not None:
             return S
         return np.asarray(S * to_float(self.state_scale[slot], precision)[..., None])
 
+    def read(self, slot: int, precision: Precision) -> Array:
+        """The state of a slot that outputs are read from."""
+        if self.copy is None or self.state_scale is None:
+            return self.load(slot, precision)
+        values = decode_copy(self.copy[slot], self.state_scale[slot], self._copy_format)
+        return to_float(values, precision)
+
+    @property
+    def _copy_format(self) -> str:
+        assert self.copy is not None
+        return "float16+nvfp4" if self.copy.dtype == np.uint8 else "float16+fp8"
+
     def store(self, slot: int, S: Array) -> None:
-        """Rounds and writes the state of a slot, and the scales of an 8-bit state."""
+        """Rounds and writes the state of a slot, and the scales of codes; a copy is made of what
+        was not rounded yet."""
         dtype = self.state.dtype.name
         fields = self._fields(slot)
-        if self.state_scale is not None:
+        if self.copy is not None and self.state_scale is not None:
+            self.copy[slot], self.state_scale[slot] = encode_copy(S, self._copy_format)
+        if self.state_scale is not None and self.copy is None:
             self.state[slot], self.state_scale[slot] = encode_state(S, dtype, fields)
         elif fields is not None:
             self.state[slot] = stochastic_round(S, fields, dtype)
@@ -237,6 +259,8 @@ class Storage:
             return None
         seed = self.rand_seed.reshape(())
         seed = seed if self.layer < 0 else mix_seed(seed, self.layer)
+        if self.events is not None:
+            seed = mix_seed(seed, self.events[slot])
         _, nheads, head_dim, dstate = self.state.shape
         strides = np.array(self.state.strides[:3], np.int64) // self.state.itemsize
         heads, rows = np.arange(nheads)[:, None], np.arange(head_dim)
@@ -298,7 +322,7 @@ def checkpointing_ssu_cpu(
         dt_new = processed_dt(dt[row, tokens], dt_bias, dt_softplus, precision).T
         dt_new = round_to(dt_new, dt_cache.dtype.name)
         y, folded = replay_step(
-            storage.load(slot, precision),
+            storage.read(slot, precision),
             np.concatenate([x_cache[slot][:, old], x_new], axis=1),
             np.concatenate([B_cache[slot][:, old], B_new], axis=1),
             np.concatenate([dt_cache[slot][:, old], dt_new], axis=1),
@@ -308,6 +332,7 @@ def checkpointing_ssu_cpu(
             None if z is None else z[row, tokens],
             prev=live,
             flush=flush,
+            checkpoint=storage.load(slot, precision),
             precision=precision,
         )
         x_cache[slot][:, appended] = x_new
@@ -388,9 +413,9 @@ def materialize(
     and the source are only read, dead rows not even that.
     """
     if prefix == 0:
-        storage.state[dst] = storage.state[src]
-        if storage.state_scale is not None:
-            storage.state_scale[dst] = storage.state_scale[src]
+        for array in (storage.state, storage.copy, storage.state_scale):
+            if array is not None:
+                array[dst] = array[src]
         return
     rows = (start + np.arange(prefix)) % x_cache.shape[2]
     S = storage.load(src, precision)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from .compiler import STOCHASTIC_CVT, TARGETS, Resources, by_source, compile_cubin
-from .keys import CheckpointingSsuKey, Key, SelectiveStateUpdateKey, every_key
-from .schedule import SLAB, typical
+from .keys import SLAB, CheckpointingSsuKey, Key, PrecomputeKey, SelectiveStateUpdateKey, every_key
+from .schedule import typical
 
 WARP = 32
 
@@ -94,15 +94,15 @@ def print_kernels(arch: str, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    print(f"{'':46}            {'bytes of a block or thread':^39} {'on a multiprocessor':>30}")
+    print(f"{'':48}            {'bytes of a block or thread':^39} {'on a multiprocessor':>30}")
     heads = ("registers", "static", "dynamic", "spilled", "stack", "threads", "blocks", "warps")
-    print(f"{'kernel (' + arch + ')':46} " + " ".join(f"{head:>9}" for head in heads))
+    print(f"{'kernel (' + arch + ')':48} " + " ".join(f"{head:>9}" for head in heads))
     for row in rows:
         cells = (
             row.registers, row.shared_bytes, row.dynamic_shared_bytes, row.spill_bytes,
             row.stack_bytes, row.threads, row.resident_blocks, row.resident_warps,
         )  # fmt: skip
-        print(f"{row.kernel:46} " + " ".join(f"{_cell(cell):>9}" for cell in cells))
+        print(f"{row.kernel:48} " + " ".join(f"{_cell(cell):>9}" for cell in cells))
     return 0
 
 
@@ -112,7 +112,7 @@ def _cell(number: int | None) -> str:
 
 def launch_shape(key: Key, on: Multiprocessor) -> tuple[int, int] | None:
     """Threads and dynamic shared memory of a decode kernel's block for heads of 64 rows."""
-    if isinstance(key, CheckpointingSsuKey):
+    if isinstance(key, CheckpointingSsuKey | PrecomputeKey):
         launch = typical(key, on.shared_bytes - on.reserved_bytes)
         return launch.threads, launch.shared_bytes
     if isinstance(key, SelectiveStateUpdateKey):

@@ -6,23 +6,35 @@ the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .arrays import Device, itemsize
 from .compiler import import_cupy
 from .keys import (
-    SCALED_DTYPES,
-    TOKENS_PER_TILE,
+    COPY_DTYPES,
+    SCALED_FORMATS,
+    SLAB,
     CheckpointingSsuKey,
+    CopiedCheckpointingSsuKey,
+    PrecomputeKey,
+    PreparedCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
+    bytes_of_slab,
+    precompute_key,
     replay_keys,
+    two_kernel_key,
 )
 
-SLAB = 16  # rows p of a head in one tile of state
+SCRATCH_WORDS = ("cb_scaled_words", "cumAdt_vec_words", "cb_old_words")  # of the record
 STAGES = 2  # of slabs, on their way or in use
+LIST_HEADER, ENTRY = 272, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
-LIST_BYTES = 8576  # `RequestList` of cuda/requests.cuh
+MOST_LISTED = 512  # sequences that a block works on at a time
+PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
+# algorithm="auto" takes two kernels from this many heads a multiprocessor on, by the state's format
+# and tiles of tokens; where there is no bound, one, which was faster wherever it was measured.
+TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 
 # Of the small form: rows p that a warp takes at once and a block has at most, ring rows that its
 # lanes count by places, for one token and for more, and its shared memory for more and for one.
@@ -53,17 +65,23 @@ class Step:
     max_window: int
     ring_buffer_len: int
     gated: bool
+    algorithm: str = "monolith"
+    scratch: tuple[int, int, int] | None = None  # words a head, in the order of `SCRATCH`
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A key with its grid, threads, bytes of shared memory, and fields of the record."""
+    """A key with its grid, threads, bytes of shared memory, and fields of the record.
 
-    key: CheckpointingSsuKey
+    `before` is the launch ahead of it that makes its weights, with the same record.
+    """
+
+    key: CheckpointingSsuKey | PrecomputeKey
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
     fields: dict[str, int]
+    before: Schedule | None = None
 
 
 def processor(device: Device) -> Processor:
@@ -85,7 +103,7 @@ _processors: dict[int, Processor] = {}
 def schedule(
     state_dtype: str, activation_dtype: str, dstate: int, step: Step, on: Processor
 ) -> Schedule:
-    """The form that is faster, if its shared memory is there.
+    """The form that is faster, or two kernels if they are asked for, if shared memory is there.
 
     Raises ValueError for a longer ring than kernels count, or if the step does not fit at all.
     """
@@ -97,6 +115,9 @@ def schedule(
     order = [_schedule(key, step, on) for key in keys]
     if prefers_small(keys[0], step, on):
         order.reverse()
+    second = two_kernel_key(state_dtype, activation_dtype, dstate, step.tokens)
+    if second is not None and takes_two_kernels(second, step, on):
+        order.insert(0, _stream(second, step, on))
     for launch in order:
         if launch.shared_bytes <= on.shared_bytes:
             return launch
@@ -110,7 +131,8 @@ def schedule(
 def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     if isinstance(key, SmallCheckpointingSsuKey):
         return _small(key, step, on)
-    return _stream(key, step, on)
+    copied = isinstance(key, CopiedCheckpointingSsuKey)
+    return _small_copied(key, step, on) if copied else _stream(key, step, on)
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -125,22 +147,43 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     return heads <= (4 if key.state_dtype == "float32" else 2)
 
 
-def slabs_of_stage(bytes_of_row: int) -> int:
+def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processor) -> bool:
+    """Whether weights go through scratch: if its arrays hold them, and who calls wants it so."""
+    if step.scratch is None or step.algorithm == "monolith":
+        return False
+    needed = SLAB * step.tokens, _round_up(step.tokens, 4), SLAB * step.tokens + SLAB + 4
+    if any(words < need for words, need in zip(step.scratch, needed, strict=True)):
+        return False
+    least = TWO_KERNEL_HEADS.get((key.state_dtype, key.token_tiles))
+    heads = step.batch * step.nheads * step.head_dim / 64 / on.count
+    return step.algorithm == "two-kernel" or (least is not None and heads >= least)
+
+
+def slabs_of_stage(key: CheckpointingSsuKey) -> int:
     """kSlabsOfStage."""
-    return 2 if bytes_of_row <= 128 else 1
+    return 2 if bytes_of_slab(key.state_dtype, key.dstate) <= 128 * SLAB else 1
 
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if itemsize(key.state_dtype) == 2 and key.token_tiles == 1 else 8
+    return 12 if key.state_dtype in ("bfloat16", "float16") and key.token_tiles == 1 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
     """That a warp takes at once."""
     heads_of_warp = step.batch * step.nheads / (on.count * 8)
-    if key.state_dtype == "float32" or heads_of_warp < 4:
+    if key.state_dtype == "float32" or heads_of_warp < 3:
         return 1
-    return 4 if key.state_dtype in SCALED_DTYPES and heads_of_warp >= 6 else 2
+    return 4 if key.state_dtype in SCALED_FORMATS and heads_of_warp >= 6 else 2
+
+
+def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> int:
+    """That a warp takes at once where it folds: few if a flush would outlast what comes behind."""
+    if key.state_dtype in COPY_DTYPES:
+        return 1
+    heads_of_warp = step.batch * step.nheads / (on.count * 8)
+    scaled = key.state_dtype in SCALED_FORMATS
+    return max(1, most // 2) if heads_of_warp < 6 or (scaled and step.tokens == 1) else most
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
@@ -148,29 +191,60 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
 
     A warp takes several heads of a group at once where it will have many: they share B and C.
     """
-    items = -(-step.heads_per_group // most_heads(key, step, on))
-    heads = -(-step.heads_per_group // items)
-    row = key.dstate * itemsize(key.state_dtype)
+    most = most_heads(key, step, on)
+    heads, items = _split(step.heads_per_group, most)
+    flush_heads, flushes = _split(step.heads_per_group, most_flushing_heads(key, step, on, most))
+    groups = step.nheads // step.heads_per_group
+    slab = bytes_of_slab(key.state_dtype, key.dstate)
     share = _share(
         key, step, step.max_window,
-        state_bytes=STAGES * slabs_of_stage(row) * SLAB * row,
+        state_bytes=STAGES * slabs_of_stage(key) * slab,
         head_tiles=2,
         heads=heads,
         dt_rows=2 * SLAB * heads,
         scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
     )  # fmt: skip
     size = share["bytes_of_share"]
-    warps = max(1, min(most_warps(key), (on.shared_bytes - LIST_BYTES) // size))
-    blocks = min(on.count, step.batch * step.nheads // step.heads_per_group * items)
-    of_sequence = step.nheads // step.heads_per_group * items
+    listed = min(max(step.batch, 1), MOST_LISTED)
+    list_bytes = _round_up(LIST_HEADER + ENTRY * listed, 128)
+    warps = max(1, min(most_warps(key), (on.shared_bytes - list_bytes) // size))
+    blocks = min(on.count, step.batch * groups * flushes)
     share |= {
+        "most_listed": listed,
+        "bytes_of_list": list_bytes,
         "heads_of_item": heads,
-        "items_of_sequence": of_sequence,
+        "items_of_sequence": groups * items,
         "items_of_group": items,
-        "inverse_items_of_sequence": inverse(of_sequence),
+        "inverse_items_of_sequence": inverse(groups * items),
         "inverse_items_of_group": inverse(items),
+        "heads_of_flush": flush_heads,
+        "flushes_of_sequence": groups * flushes,
+        "flushes_of_group": flushes,
+        "inverse_flushes_of_sequence": inverse(groups * flushes),
+        "inverse_flushes_of_group": inverse(flushes),
     }
-    return Schedule(key, (blocks, 1, 1), 32 * warps, LIST_BYTES + warps * size, share)
+    launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
+    if not isinstance(key, PreparedCheckpointingSsuKey):
+        return launch
+    if step.scratch is not None:
+        launch.fields.update(zip(SCRATCH_WORDS, step.scratch, strict=True))
+    return replace(launch, before=_precompute(precompute_key(key), step))
+
+
+def _split(heads_per_group: int, most: int) -> tuple[int, int]:
+    """Heads of an item and items of a group."""
+    items = -(-heads_per_group // most)
+    return -(-heads_per_group // items), items
+
+
+def _precompute(key: PrecomputeKey, step: Step) -> Schedule:
+    """A warp for up to 8 heads of a sequence; cuda/precompute.cu lays its memory out."""
+    pitch = key.dstate * itemsize(key.activation_dtype)
+    words = PRECOMPUTE_HEADS * (2 * SLAB + _weights(step.tokens))
+    words += 2 * SLAB * step.tokens + _round_up(step.tokens, 4)  # products, scales of C
+    blocks = step.nheads // step.heads_per_group * -(-step.heads_per_group // PRECOMPUTE_HEADS)
+    size = (2 * step.tokens + step.max_window) * pitch + 4 * words
+    return Schedule(key, (step.batch, blocks, 1), 32, size, {})
 
 
 def inverse(divisor: int) -> int:
@@ -232,6 +306,33 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
     return Schedule(key, grid, fields["threads"], SMALL_BYTES[key.token_tiles == 1], fields)
 
 
+def _small_copied(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
+    heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
+    slabs = all_slabs
+    most = 6 if key.dstate > 128 else 8  # kMostSlabs
+
+    def share_of(slabs: int) -> dict[str, int]:
+        return _share(
+            key, step, step.ring_buffer_len,
+            state_bytes=slabs * bytes_of_slab(key.state_dtype, key.dstate),
+            head_tiles=1,
+            heads=1,
+            dt_rows=step.ring_buffer_len + step.tokens,
+            scales=slabs * SLAB,
+        )  # fmt: skip
+
+    while slabs > 1 and (
+        slabs > most
+        or 2 * heads * -(-all_slabs // slabs) <= on.count
+        or share_of(slabs)["bytes_of_share"] > on.shared_bytes
+    ):
+        slabs = -(-slabs // 2)
+    share, parts = share_of(slabs), -(-all_slabs // slabs)
+    size = share["bytes_of_share"]
+    return Schedule(key, (step.batch, step.nheads, parts), 32 * (slabs + 2), size, share)
+
+
 def _share(
     key: CheckpointingSsuKey,
     step: Step,
@@ -248,38 +349,52 @@ def _share(
     They are slabs of state; C and B of a group, with room for what `prepare_B` makes of the old
     rows of B; x and z of a head, `head_tiles` times; its outputs; products of C and B of new and
     old rows; scales of C; dt; weights of `heads` heads (a `WeightShape` each); decode scales of the
-    state.
+    state; cursors. A step whose weights come from scratch has none of what makes them, and its
+    weights twice: those of the next heads come early.
     """
+    prepared = isinstance(key, PreparedCheckpointingSsuKey)
+    if prepared:
+        dt_rows, heads = 0, 2 * heads
     size = itemsize(key.activation_dtype)
-    pitch, x_pitch = key.dstate * size + 64, step.head_dim * size + 16  # `TileShape`
+    pitch, x_pitch = key.dstate * size, step.head_dim * size + 16  # `GroupTile`, `TileShape`
     tokens = step.tokens
-    weights = _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
+    products = 0 if prepared else 4 * 2 * SLAB * tokens
+    B_rows = old_rows + (0 if prepared else tokens)
     parts = {
         "": state_bytes,
-        "at_group": tokens * pitch + max((old_rows + tokens) * pitch, key.dstate * 32),
+        "at_group": tokens * pitch + max(B_rows * pitch, key.dstate * 32),
         "at_head": head_tiles * (old_rows + (2 if step.gated else 1) * tokens) * x_pitch,
-        "at_outputs": tokens * (2 * x_pitch - 16),
-        "at_products": 4 * 2 * SLAB * tokens,
-        "at_scales_of_C": 4 * tokens,
+        "at_outputs": max(tokens * (2 * x_pitch - 16), products + 4 * tokens),
         "at_dt": 4 * dt_rows,
-        "at_weights": 4 * heads * weights,
-        "at_scales": 4 * scales if key.state_dtype in SCALED_DTYPES else 0,
+        "at_weights": 4 * heads * _weights(tokens),
+        "at_scales": 4 * scales if key.state_dtype in SCALED_FORMATS else 0,
+        "at_cursors": 8,
     }
     share, end = {}, 0
     for name, length in parts.items():
         share[name] = end
         end += _round_up(length, 16)
     del share[""]
+    # Products and scales are used up when the first outputs come.
+    share["at_products"] = share["at_outputs"]
+    share["at_scales_of_C"] = share["at_outputs"] + products
     return share | {"bytes_of_share": _round_up(end, 128)}
+
+
+def _weights(tokens: int) -> int:
+    """The words of a `WeightShape`."""
+    return _round_up(17 * tokens, 4) + SLAB * tokens + SLAB + 4
 
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def typical(key: CheckpointingSsuKey, shared_bytes: int) -> Schedule:
+def typical(key: CheckpointingSsuKey | PrecomputeKey, shared_bytes: int) -> Schedule:
     """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
-    small = isinstance(key, SmallCheckpointingSsuKey)
-    tokens = key.token_tiles if small else TOKENS_PER_TILE * (key.token_tiles - 1) + 1
-    step = Step(1 if small else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    few = isinstance(key, SmallCheckpointingSsuKey | CopiedCheckpointingSsuKey)
+    tokens = key.least_tokens
+    step = Step(1 if few else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    if isinstance(key, PrecomputeKey):
+        return _precompute(key, step)
     return _schedule(key, step, Processor(132, shared_bytes))

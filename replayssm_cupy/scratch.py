@@ -1,14 +1,16 @@
-"""FlashInfer's scratch: taken and checked, so that its callers change one import; not needed.
+"""Scratch of two kernels, named as FlashInfer's, so that its callers change one import.
 
-`allocate_scratch` makes a format in float32; FlashInfer's own, whose weights have the type of x, is
-accepted too.
+`allocate_scratch` makes a format in float32 that holds the weights of any step; FlashInfer's own,
+whose arrays have the type of x, is accepted too and holds those of a few tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from .arrays import Device, View, empty_like_framework, view
+from .arrays import Device, View, empty_like_framework, itemsize, view
 from .checks import Letters, check_dtype, check_int, named_device
 from .keys import MAX_WINDOW
 
@@ -32,7 +34,9 @@ def allocate_scratch(
     like: Any = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Scratch as FlashInfer's callers pass it to steps, ``**scratch``; no step here needs it.
+    """Scratch for steps with ``algorithm="two-kernel"``: pass it to them as ``**scratch``.
+
+    Steps that follow one another may share it.
 
     Parameters
     ----------
@@ -66,6 +70,18 @@ def allocate_scratch(
 def _model(device: Device) -> View:
     framework: Any = "numpy" if device.kind == "cpu" else "cupy"
     return View("device", 0, (), (), "float32", device, False, framework, None)
+
+
+def words_of(v: Mapping[str, View | None]) -> tuple[int, int, int] | None:
+    """The words of 4 bytes that the arrays have for a sequence and head, if there are arrays."""
+    cb_scaled, cumAdt_vec, cb_old = (v.get(name) for name in SCRATCH)
+    if cb_scaled is None or cumAdt_vec is None or cb_old is None:
+        return None
+    return _words(cb_scaled), _words(cumAdt_vec), _words(cb_old)
+
+
+def _words(array: View) -> int:
+    return math.prod(array.shape[2:]) * itemsize(array.dtype) // 4
 
 
 def check_algorithm(algorithm: str) -> str:

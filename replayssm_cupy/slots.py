@@ -23,7 +23,6 @@ from .checks import (
     check_inplace,
     check_int,
     check_packed,
-    check_scale,
     check_seed,
     check_value,
     index_range,
@@ -31,6 +30,7 @@ from .checks import (
 )
 from .decode import wait_for_jax
 from .decode_checks import check_host_cursors, check_window, live_slots
+from .formats import check_state, format_name
 from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
@@ -44,8 +44,11 @@ from .keys import (
     LoadStateKey,
     ResetSlotsKey,
     SelectiveStateUpdateKey,
+    precompute_key,
     replay_keys,
+    two_kernel_key,
 )
+from .numerics import PHILOX_ROUNDS
 from .plan import (
     INDEX_TYPES,
     MAX_RESET_LAYERS,
@@ -55,6 +58,7 @@ from .plan import (
     ResetSlotsParams,
     launchers,
 )
+from .scratch import check_algorithm
 
 THREADS = 256
 
@@ -195,6 +199,7 @@ def reset_slots(
     pad_slot_id: int = -1,
     *,
     state_scales: Sequence[Any] = (),
+    state_copies: Sequence[Any] = (),
 ) -> None:
     """Empties slots for new requests: both cursors 0 and, in every array of `states`, zeros.
 
@@ -204,7 +209,9 @@ def reset_slots(
     slots : (batch,) int32 or int64; None is every slot. Padding is left alone.
     states : of the layers, each (num_slots, nheads, head_dim, dstate) of one shape, changed in
         place. The rings need nothing: their rows are dead.
-    state_scales : beside 8-bit states, each (num_slots, nheads, head_dim) float32: set to 1.
+    state_scales : beside 8-bit states and copies, each (num_slots, nheads, head_dim) float32: set
+        to 1.
+    state_copies : beside float16 states, as `state_copy` of :func:`checkpointing_ssu`: zeros.
 
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` as the kernels do.
     """
@@ -221,25 +228,33 @@ def reset_slots(
         check_dtype(state, (layers[0].dtype,), f" as {layers[0].name}")
         letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
     scales = [view(scale, f"state_scales[{layer}]") for layer, scale in enumerate(state_scales)]
-    scaled = len(layers) if layers and layers[0].dtype in SCALED_DTYPES else 0
+    copies = [view(copy, f"state_copies[{layer}]") for layer, copy in enumerate(state_copies)]
+    if copies and len(copies) != len(layers):
+        raise ValueError(
+            f"state_copies: expected {len(layers)} arrays, one for each state, got {len(copies)}"
+        )
+    scaled = len(layers) if copies or (layers and layers[0].dtype in SCALED_DTYPES) else 0
     if len(scales) != scaled:
         raise ValueError(
             f"state_scales: expected {scaled} arrays, one for each 8-bit state, got {len(scales)}"
         )
-    for scale in scales:
-        check_dtype(scale, ("float32",))
-        letters.bind(scale, ("num_slots", "nheads", "head_dim"))
+    for layer, state in enumerate(layers):
+        check_state(
+            state, copies[layer] if copies else None, scales[layer] if scales else None, letters
+        )
+        if copies:
+            check_dtype(copies[layer], (copies[0].dtype,), f" as {copies[0].name}")
     first = v["ring_start"]
     assert first is not None
-    check_devices([first, *layers, *scales])
-    check_inplace(*layers, *scales)
+    check_devices([first, *layers, *copies, *scales])
+    check_inplace(*layers, *copies, *scales)
     if first.device.kind not in launchers:
-        _reset_on_host(v, layers, scales, pad_slot_id)
+        _reset_on_host(v, [*layers, *copies], scales, pad_slot_id)
         return
     for array in v.values():
         if array is not None:
             check_alignment(array)
-    for state in layers:
+    for state in (*layers, *copies):
         check_packed(state, 2)
         check_alignment(state, 2)
     for scale in scales:
@@ -250,8 +265,11 @@ def reset_slots(
         return
     for start in range(0, max(len(layers), 1), MAX_RESET_LAYERS):
         end = start + MAX_RESET_LAYERS
-        table = layers[start:end], scales[start:end]
-        _launch_reset(v, *table, letters, batch, pad_slot_id, with_cursors=start == 0)
+        of_states = [] if copies else scales[start:end]
+        _launch_reset(v, layers[start:end], of_states, letters, batch, pad_slot_id, start == 0)
+        if copies:
+            table = copies[start:end], scales[start:end]
+            _launch_reset(v, *table, letters, batch, pad_slot_id, with_cursors=False)
 
 
 def _launch_reset(
@@ -270,9 +288,9 @@ def _launch_reset(
         record.state_slot_strides[layer] = state.strides[0] // vector
         record.state_head_strides[layer] = state.strides[1] // vector
         record.nheads = state.shape[1]
-        record.head_dim = state.shape[2]
         record.vectors_per_head = state.shape[2] * state.shape[3] // vector
     for layer, scale in enumerate(scales):
+        record.head_dim = scale.shape[2]
         record.state_scales[layer] = scale.ptr
         record.state_scale_slot_strides[layer], record.state_scale_head_strides[layer] = (
             scale.strides[:2]
@@ -292,7 +310,13 @@ def _launch_reset(
 
 
 def load_state(
-    state: Any, slots: Any, source: Any, pad_slot_id: int = -1, *, state_scale: Any = None
+    state: Any,
+    slots: Any,
+    source: Any,
+    pad_slot_id: int = -1,
+    *,
+    state_scale: Any = None,
+    state_copy: Any = None,
 ) -> None:
     """Writes the states that a prefill left into slots, rounded to the state's type.
 
@@ -301,13 +325,17 @@ def load_state(
     state : (num_slots, nheads, head_dim, dstate), one layer's states; the slots are written.
     slots : (batch,) int32 or int64, distinct; None is slot = batch row. Padding is left alone.
     source : (batch, nheads, head_dim, dstate), any float type.
-    state_scale : (num_slots, nheads, head_dim) float32, of an 8-bit state; the slots are written.
+    state_scale : (num_slots, nheads, head_dim) float32, of an 8-bit state or a copy; the slots are
+        written.
+    state_copy : beside a float16 state, as in :func:`checkpointing_ssu`; the slots are written,
+        from the source itself.
 
     The cursors are not touched: they belong to all layers, :func:`reset_slots` clears them.
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` as the kernels do.
     """
     load_views(
         view(state, "state"),
+        optional_view(state_copy, "state_copy"),
         optional_view(state_scale, "state_scale"),
         view(source, "source"),
         optional_view(slots, "slots"),
@@ -316,14 +344,22 @@ def load_state(
 
 
 def load_views(
-    target: View, scale: View | None, given: View, indices: View | None, pad_slot_id: int
+    target: View,
+    copy: View | None,
+    scale: View | None,
+    given: View,
+    indices: View | None,
+    pad_slot_id: int,
+    seed: int | None = None,
 ) -> None:
-    """:func:`load_state` over views, whose names the messages use."""
+    """:func:`load_state` over views, whose names the messages use.
+
+    With a seed a state that has a copy is rounded stochastically.
+    """
     index_range("pad_slot_id", pad_slot_id)
     letters = Letters()
-    check_dtype(target, STATE_DTYPES)
     check_dtype(given, FLOAT_DTYPES)
-    letters.bind(target, ("num_slots", "nheads", "head_dim", "dstate"))
+    state_format = check_state(target, copy, scale, letters)
     letters.bind(given, ("batch", "nheads", "head_dim", "dstate"))
     if indices is not None:
         check_dtype(indices, tuple(INDEX_TYPES))
@@ -333,15 +369,21 @@ def load_views(
             f"{target.name}: expected num_slots >= batch = {letters['batch']} without an array of "
             f"slots, got {letters['num_slots']}"
         )
-    check_scale(target, scale, letters)
-    check_devices([target, scale, given, indices])
-    check_inplace(target, *([scale] if scale is not None else []))
-    if scale is not None:
-        check_packed(scale, 2)
-    check_packed(target, 2)
+    written = [array for array in (target, copy, scale) if array is not None]
+    check_devices([*written, given, indices])
+    check_inplace(*written)
+    for array in written:
+        check_packed(array, 2)
     if target.device.kind not in launchers:
         values, to = as_numpy(given), as_numpy(target)
-        storage = reference.Storage(to, None if scale is None else as_numpy(scale))
+        storage = reference.Storage(
+            to,
+            None if scale is None else as_numpy(scale),
+            None if seed is None else np.array([seed], np.int64),
+            PHILOX_ROUNDS,
+            copy=None if copy is None else as_numpy(copy),
+            events=None if seed is None else np.zeros(len(to), np.int64),
+        )
         rows = None if indices is None else as_numpy(indices)
         for row in range(len(values)):
             slot = row if rows is None else int(rows[row])
@@ -351,14 +393,23 @@ def load_views(
                 storage.store(slot, values[row])
         return
     check_packed(given, 2)
-    for array in (target, scale, given, indices):
-        if array is not None:
-            check_alignment(array)
+    for array in (*written, given):
+        check_alignment(array)
+    if indices is not None:
+        check_alignment(indices)
+    if copy is not None:  # what is written in vectors
+        check_alignment(copy, 2)
+        check_alignment(target, 2)
     batch, nheads = given.shape[:2]
     if 0 in given.shape:
         return
     record: Any = LoadStateParams(state=target.ptr, source=given.ptr)
     record.state_slot_stride, record.state_head_stride = target.strides[:2]
+    if copy is not None:
+        record.state_copy = copy.ptr
+        record.state_copy_slot_stride, record.state_copy_head_stride = copy.strides[:2]
+    if seed is not None:
+        record.seed, record.philox_rounds = seed, PHILOX_ROUNDS
     if scale is not None:
         record.state_scale = scale.ptr
         record.state_scale_slot_stride, record.state_scale_head_stride = scale.strides[:2]
@@ -369,7 +420,7 @@ def load_views(
     record.pad_slot_id, record.num_slots = pad_slot_id, target.shape[0]
     record.batch, record.nheads = batch, nheads
     record.head_dim, record.dstate = given.shape[2:]
-    key = LoadStateKey(target.dtype, given.dtype)
+    key = LoadStateKey(state_format, given.dtype)
     stream = current_stream(given)
     Plan(key, (batch * nheads, 1, 1), (THREADS, 1, 1), record, target.device).launch(stream)
     wait_for_jax((given, indices), target.device, stream)
@@ -382,6 +433,7 @@ def warm_up(
     activation_dtype: Any = "bfloat16",
     npredicted: int = 1,
     device: int = 0,
+    algorithm: str = "auto",
 ) -> None:
     """Compiles and loads every kernel that decoding one kind of layer may need.
 
@@ -392,30 +444,32 @@ def warm_up(
     dstate, state_dtype, activation_dtype : of the layers.
     npredicted : the most tokens of a step, 1 to 16.
     device : ordinal of the CUDA device.
+    algorithm : of the steps; "two-kernel" loads its kernels beside those of one kernel.
 
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` without CuPy, a
     driver, NVRTC or headers.
     """
-    state, activation = (
-        dtype_name(state_dtype, "state_dtype"),
-        dtype_name(activation_dtype, "activation_dtype"),
-    )
-    for name, value, allowed in (
-        ("state_dtype", state, STATE_DTYPES),
-        ("activation_dtype", activation, ACTIVATION_DTYPES),
-    ):
-        if value not in allowed:
-            raise TypeError(f"{name}: expected one of {', '.join(allowed)}, got {value}")
+    state = format_name(state_dtype, "state_dtype")
+    activation = dtype_name(activation_dtype, "activation_dtype")
+    if activation not in ACTIVATION_DTYPES:
+        raise TypeError(
+            f"activation_dtype: expected one of {', '.join(ACTIVATION_DTYPES)}, got {activation}"
+        )
     check_int("dstate", dstate)
     check_value("dstate", dstate, DSTATES)
     check_int("npredicted", npredicted)
     check_int("device", device)
     if not 1 <= npredicted <= MAX_TOKENS:
         raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
+    two_kernels = check_algorithm(algorithm) == "two-kernel"
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
     for tokens in range(1, npredicted + 1, TOKENS_PER_TILE):
         keys += replay_keys(state, activation, dstate, tokens)
-    keys.append(SelectiveStateUpdateKey(state, activation, dstate))
+        second = two_kernel_key(state, activation, dstate, tokens)
+        if two_kernels and second is not None:
+            keys += [precompute_key(second), second]
+    if state in STATE_DTYPES:
+        keys.append(SelectiveStateUpdateKey(state, activation, dstate))
     keys += [LoadStateKey(state, source) for source in FLOAT_DTYPES]
     compiler.require_gpu(device)
     with device_guard(Device("cuda", device)):

@@ -19,6 +19,7 @@ from .checks import Letters, check_alignment, check_devices, check_dtype, index_
 from .decode import wait_for_jax
 from .decode_checks import check_host_cursors
 from .errors import ReplaySSMError
+from .formats import copy_shape
 from .keys import CopySlotsKey, Key, MaterializeKey, PlanMaterializeKey
 from .plan import INDEX_TYPES, CopySlotsParams, Plan, launchers
 from .prefix import check_formats, materialize_views
@@ -28,7 +29,7 @@ from .prefix_tables import Tables
 THREADS = 256
 MAX_GRID_Y = 65535
 PARTS = 8  # blocks that share one array of one sequence
-ARRAYS = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
+ARRAYS = ("state", "state_copy", "state_scale", "x_cache", "B_cache", "dt_cache")
 RINGS = ("x_cache", "B_cache", "dt_cache")
 SCRATCH = ("planned_ring_start", "replay_prefix_len", "active_request_indices")
 
@@ -320,6 +321,7 @@ class Snapshots:
         c, views = self.layout, self.tables.views
         strides = {
             "state": (c.state_head_stride, 0),
+            "state_copy": (c.state_copy_head_stride, 0),
             "state_scale": (c.state_scale_head_stride, 0),
             "x_cache": (c.x_cache_head_stride, c.x_cache_row_stride),
             "B_cache": (c.B_cache_group_stride, c.B_cache_row_stride),
@@ -394,6 +396,7 @@ class ImageLayout:
         groups = c.nheads // c.heads_per_group
         shapes = {
             "state": (c.nheads, c.head_dim, c.dstate),
+            "state_copy": (c.nheads, *copy_shape(c.state_dtype, c.head_dim, c.dstate)),
             "state_scale": (c.nheads, c.head_dim),
             "x_cache": (c.nheads, c.max_window, c.head_dim),
             "B_cache": (groups, c.max_window, c.dstate),

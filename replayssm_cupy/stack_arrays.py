@@ -27,13 +27,13 @@ from .checks import (
     check_inplace,
     check_int,
     check_rounds,
-    check_scale,
     check_value,
-    index_range,
+    first_seed,
     named_device,
 )
 from .decode_checks import check_layout, check_window
 from .folds import Folds
+from .formats import arrays_of, check_state, copy_shape, format_name, format_of
 from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
@@ -41,8 +41,7 @@ from .keys import (
     MAX_TOKENS,
     MAX_WINDOW,
     PLAIN_ACTIVATION_DTYPES,
-    SCALED_DTYPES,
-    STATE_DTYPES,
+    SCALED_FORMATS,
 )
 from .plan import launchers
 from .snapshots import Snapshots
@@ -73,7 +72,7 @@ class StackArrays:
         philox_rounds: int = 10,
         device: str = "auto",
     ) -> None:
-        state_type = dtype_name(state_dtype, "state_dtype")
+        state_format = format_name(state_dtype, "state_dtype")
         activation = dtype_name(activation_dtype, "activation_dtype")
         sizes = {
             "num_layers": num_layers,
@@ -89,10 +88,6 @@ class StackArrays:
             check_int(name, size)
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
-        if state_type not in STATE_DTYPES:
-            raise TypeError(
-                f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, got {state_type}"
-            )
         check_value("head_dim", head_dim, HEAD_DIMS)
         check_value("dstate", dstate, DSTATES)
         if max_window > MAX_WINDOW:
@@ -119,7 +114,12 @@ class StackArrays:
 
         state = (num_slots, nheads, head_dim, dstate)
         layers = range(num_layers)
-        scales = [empty(state[:3], "float32") for _ in layers if state_type in SCALED_DTYPES]
+        state_type, copy_type = arrays_of(state_format)
+        scales = [empty(state[:3], "float32") for _ in layers if state_format in SCALED_FORMATS]
+        copies: list[Any] = []
+        if copy_type is not None:
+            inner = copy_shape(state_format, head_dim, dstate)
+            copies = [empty((*state[:2], *inner), copy_type, zero=True) for _ in layers]
         with device_guard(where):
             for scale in scales:
                 scale[...] = 1
@@ -136,6 +136,7 @@ class StackArrays:
             npredicted,
             max_window,
             scales,
+            copies,
         )
 
     @classmethod
@@ -151,6 +152,7 @@ class StackArrays:
         npredicted: int,
         max_window: int | None = None,
         state_scales: Sequence[Any] = (),
+        state_copies: Sequence[Any] = (),
         stochastic_rounding: bool | int = False,
         philox_rounds: int = 10,
     ) -> _Stack:
@@ -163,7 +165,9 @@ class StackArrays:
         ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
         npredicted : the most new tokens of a step.
         max_window : W; ring_buffer_len - npredicted if None.
-        state_scales : beside 8-bit states, each (num_slots, nheads, head_dim) float32.
+        state_scales : beside 8-bit states and copies, each (num_slots, nheads, head_dim) float32.
+        state_copies : beside float16 states, the copies that outputs are read from, as
+            ``state_copy`` of ``checkpointing_ssu``.
         stochastic_rounding, philox_rounds : as in the constructor; the seed is the stack's own.
 
         Torch, CuPy and NumPy arrays will do; slots may be strided (pages), rows are packed. The
@@ -179,8 +183,9 @@ class StackArrays:
             "B_caches": B_caches,
             "dt_caches": dt_caches,
         }
-        if state_scales:
-            lists["state_scales"] = state_scales
+        for name, optional in (("state_scales", state_scales), ("state_copies", state_copies)):
+            if optional:
+                lists[name] = optional
         for name, arrays in lists.items():
             if not isinstance(arrays, Sequence):
                 got = type(arrays).__name__
@@ -213,6 +218,7 @@ class StackArrays:
             npredicted,
             max_window,
             list(state_scales),
+            list(state_copies),
         )
         return stack
 
@@ -227,16 +233,9 @@ class StackArrays:
         """Takes note of how states are rounded, and makes the seed."""
         self.philox_rounds = check_rounds(rounds)
         self.rand_seed: Any = None
-        if stochastic is False:
+        seed = first_seed(stochastic, state_dtype)
+        if seed is None:
             return
-        if not isinstance(stochastic, int):
-            got = type(stochastic).__name__
-            raise TypeError(f"stochastic_rounding: expected a bool or an int, got {got}")
-        if state_dtype == "float32":
-            raise ValueError(
-                "stochastic_rounding: expected False with a float32 state, which is not rounded"
-            )
-        seed = 0 if stochastic is True else index_range("stochastic_rounding", stochastic)
         with device_guard(device):
             self.rand_seed = make_seed()
             self.rand_seed[...] = seed
@@ -252,8 +251,9 @@ class StackArrays:
         npredicted: int,
         max_window: int | None,
         state_scales: list[Any],
+        state_copies: list[Any],
     ) -> None:
-        self.state_scales = state_scales
+        self.state_scales, self.state_copies = state_scales, state_copies
         self.states, self.x_caches = states, x_caches
         self.B_caches, self.dt_caches = B_caches, dt_caches
         self.ring_start, self.prev_num_accepted_tokens = ring_start, prev_num_accepted_tokens
@@ -264,6 +264,9 @@ class StackArrays:
         self._views: list[dict[str, View | None]] = [
             {
                 "state": view(states[layer], f"states[{layer}]"),
+                "state_copy": view(state_copies[layer], f"state_copies[{layer}]")
+                if state_copies
+                else None,
                 "state_scale": view(state_scales[layer], f"state_scales[{layer}]")
                 if state_scales
                 else None,
@@ -276,7 +279,7 @@ class StackArrays:
         ]
         first = self._first
         for layer in self._views:
-            _check_layer(layer, first)
+            check_layer(layer, first)
         rings = first["x_cache"]
         self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
         self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
@@ -306,7 +309,8 @@ class StackArrays:
 
     @property
     def state_dtype(self) -> str:
-        return self._first["state"].dtype
+        """The format of the states: a dtype, or "float16+fp8", "float16+nvfp4"."""
+        return format_of(self._first["state"], self._first.get("state_copy"))
 
     @property
     def activation_dtype(self) -> str:
@@ -339,27 +343,27 @@ class StackArrays:
         return (
             f"LayerStack({self.num_layers} layers, {slots} slots, nheads={nheads}, "
             f"head_dim={head_dim}, ngroups={B.shape[1]}, dstate={dstate}, "
-            f"max_window={self.max_window}, npredicted={self.npredicted}, state {state.dtype}, "
-            f"activations {B.dtype}, {state.framework} on {state.device}, "
+            f"max_window={self.max_window}, npredicted={self.npredicted}, "
+            f"state {self.state_dtype}, activations {B.dtype}, "
+            f"{state.framework} on {state.device}, "
             f"{self.bytes_per_slot / 2**20:.2f} MiB per slot, {self.nbytes / 2**20:.1f} MiB)"
         )
 
 
-_PER_SLOT = ("state", "state_scale", "x_cache", "B_cache", "dt_cache")
+_PER_SLOT = ("state", "state_copy", "state_scale", "x_cache", "B_cache", "dt_cache")
 
 
-def _check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
-    """Arrays of one layer against each other and against the first layer's."""
+def check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
+    """Checks the arrays of one layer against each other and against the first layer's."""
     v = {name: array for name, array in layer.items() if array is not None}
     state, x_cache = v["state"], v["x_cache"]
-    check_dtype(state, STATE_DTYPES)
     _check_activation(x_cache.name, x_cache.dtype, x_cache.device)
     check_dtype(v["B_cache"], (x_cache.dtype,), f" as {x_cache.name}")
     check_dtype(v["dt_cache"], ("float32",))
     check_dtype(v["ring_start"], ("int32",))
     check_dtype(v["prev_num_accepted_tokens"], ("int32",))
     letters = Letters()
-    letters.bind(state, ("num_slots", "nheads", "head_dim", "dstate"))
+    check_state(state, layer["state_copy"], layer["state_scale"], letters)
     letters.bind(x_cache, ("num_slots", "nheads", "ring_buffer_len", "head_dim"))
     letters.bind(v["B_cache"], ("num_slots", "ngroups", "ring_buffer_len", "dstate"))
     letters.bind(v["dt_cache"], ("num_slots", "nheads", "ring_buffer_len"))
@@ -372,7 +376,6 @@ def _check_layer(layer: dict[str, View | None], first: dict[str, View]) -> None:
         raise ValueError(
             f"{v['B_cache'].name}: expected ngroups that divides nheads = {nheads}, got {ngroups}"
         )
-    check_scale(state, layer["state_scale"], letters)
     check_devices(list(v.values()))
     check_inplace(*v.values())
     for name in v.keys() & set(_PER_SLOT):

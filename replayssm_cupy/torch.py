@@ -220,7 +220,7 @@ class _States:
         """The states of a layer with empty rings, (batch, nheads, head_dim, dstate)."""
         assert self.stack is not None
         state = self.stack.states[layer]
-        scales = self.stack.state_scales
+        scales = [] if self.stack.state_copies else self.stack.state_scales
         return state.float() * scales[layer][..., None] if scales else state
 
     def check_removal(self, tokens: int) -> None:
@@ -270,7 +270,8 @@ class _States:
 
 def _arrays(stack: LayerStack) -> list[Tensor]:
     """All of a stack that is kept by slot."""
-    layers = (stack.states, stack.state_scales, stack.x_caches, stack.B_caches, stack.dt_caches)
+    layers = (stack.states, stack.state_copies, stack.state_scales, stack.x_caches, stack.B_caches,
+              stack.dt_caches)  # fmt: skip
     cursors = [stack.ring_start, stack.prev_num_accepted_tokens]
     return [*(array for arrays in layers for array in arrays), *cursors]
 
@@ -288,6 +289,7 @@ def _copy_of(stack: LayerStack) -> LayerStack:
         npredicted=stack.npredicted,
         max_window=stack.max_window,
         state_scales=clones(stack.state_scales),
+        state_copies=clones(stack.state_copies),
         stochastic_rounding=False if stack.rand_seed is None else int(stack.rand_seed),
         philox_rounds=stack.philox_rounds,
     )

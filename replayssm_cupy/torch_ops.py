@@ -10,14 +10,16 @@ operator                    does                                                
 ``checkpointing_ssu``       one ReplaySSM step, returns out; ``.out`` writes ``out=``   rings, state
 ``selective_state_update``  the plain update, returns out; ``.out`` writes ``out=``     state
 ``advance_ring``            moves the cursors after acceptance                          cursors
-``stack_step``              :meth:`LayerStack.step`                                     the stack
+``stack_step``              :meth:`LayerStack.step`, returns out; ``.out`` writes       the stack
+                            ``out=``
 ``stack_advance``           :meth:`LayerStack.advance`                                  the stack
 ``stack_materialize``       :meth:`LayerStack.materialize`                              the stack
 ``stack_reset``             :meth:`LayerStack.reset`                                    the stack
 ==========================  ==========================================================  ==========
 
 Arguments are named and shaped as in the functions. The ``stack_*`` operators take the number and
-the anchor of a :class:`StackHandle`, whose methods call them, instead of lists of tensors.
+the anchor of a :class:`StackHandle`, whose methods call them, instead of lists of tensors. Eager
+code calls the methods, or names the overload (``stack_step.default``) with arguments by place.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import ops
 from .arrays import dtype_name
-from .keys import SCALED_DTYPES
+from .formats import arrays_of, copy_shape, format_name
+from .keys import SCALED_FORMATS
 from .layer_stack import LayerStack
 from .slots import advance_ring
 
@@ -59,10 +63,9 @@ def layer_stack(
     `device` is a torch device or its name, torch's default device if None. States start as zeros,
     the cursors as 0, scales as 1.
     """
-    states_of, tokens_of = (
-        getattr(torch, dtype_name(dtype, name))
-        for dtype, name in ((state_dtype, "state_dtype"), (activation_dtype, "activation_dtype"))
-    )
+    state_format = format_name(state_dtype, "state_dtype")
+    states_of, copies_of = arrays_of(state_format)
+    tokens_of = getattr(torch, dtype_name(activation_dtype, "activation_dtype"))
     rows = max_window + npredicted
     layers = range(num_layers)
 
@@ -72,10 +75,14 @@ def layer_stack(
     def empty(shape: tuple[int, ...], dtype: Any) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    scaled = dtype_name(state_dtype) in SCALED_DTYPES
+    copies: list[Tensor] = []
+    if copies_of is not None:
+        inner = num_slots, nheads, *copy_shape(state_format, head_dim, dstate)
+        copies = [zeros(inner, getattr(torch, copies_of)) for _ in layers]
+    scaled = state_format in SCALED_FORMATS
     scales = [zeros((num_slots, nheads, head_dim), torch.float32) + 1 for _ in layers if scaled]
     return LayerStack.from_arrays(
-        [zeros((num_slots, nheads, head_dim, dstate), states_of) for _ in layers],
+        [zeros((num_slots, nheads, head_dim, dstate), getattr(torch, states_of)) for _ in layers],
         [empty((num_slots, nheads, rows, head_dim), tokens_of) for _ in layers],
         [empty((num_slots, ngroups, rows, dstate), tokens_of) for _ in layers],
         [empty((num_slots, nheads, rows), torch.float32) for _ in layers],
@@ -84,6 +91,7 @@ def layer_stack(
         npredicted=npredicted,
         max_window=max_window,
         state_scales=scales,
+        state_copies=copies,
         stochastic_rounding=stochastic_rounding,
     )
 
@@ -95,6 +103,9 @@ class StackHandle:
     Parameters
     ----------
     stack : a :class:`LayerStack` over torch tensors, of :func:`layer_stack` for instance.
+
+    The methods are those of the stack: called eagerly they are its own, without the time that the
+    dispatcher takes; where a compiler, a tracer or a dispatch mode watches they are operators.
 
     The operators change the stack's tensors behind the compiler's back. So each of them also
     takes `anchor`, one element that it declares to change and does not touch: a chain of such
@@ -119,7 +130,7 @@ class StackHandle:
         torch._dynamo.mark_static_address(anchor)
         object.__setattr__(self, "number", next(_numbers))
         object.__setattr__(self, "anchor", anchor)
-        _stacks[self.number] = self.stack
+        _stacks[self.number] = weakref.ref(self.stack, partial(_forget, self.number))
 
     def step(
         self,
@@ -132,45 +143,106 @@ class StackHandle:
         D: Tensor | None = None,
         z: Tensor | None = None,
         dt_bias: Tensor | None = None,
-        **options: Any,
+        *,
+        dt_softplus: bool = True,
+        slots: Tensor | None = None,
+        pad_slot_id: int = -1,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        force_flush: Tensor | None = None,
+        out: Tensor | None = None,
+        enable_pdl: bool = False,
+        cb_scaled: Tensor | None = None,
+        cumAdt_vec: Tensor | None = None,
+        cb_old: Tensor | None = None,
+        algorithm: str = "auto",
     ) -> Tensor:
-        """One step of a layer: ``torch.ops.replayssm.stack_step``; returns out, like x.
+        """One step of a layer, :meth:`LayerStack.step`; returns `out`, a new tensor if None."""
+        if not _watched(x):
+            return self.stack.step(
+                layer, x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, slots=slots,
+                pad_slot_id=pad_slot_id, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                force_flush=force_flush, out=out, enable_pdl=enable_pdl, cb_scaled=cb_scaled,
+                cumAdt_vec=cumAdt_vec, cb_old=cb_old, algorithm=algorithm,
+            )  # fmt: skip
+        given = (
+            self.number, self.anchor, layer, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots,
+            pad_slot_id, cu_seqlens, max_seqlen, force_flush, enable_pdl, cb_scaled, cumAdt_vec,
+            cb_old, algorithm,
+        )  # fmt: skip
+        if out is None:
+            return torch.ops.replayssm.stack_step.default(*given)
+        torch.ops.replayssm.stack_step.out(*given, out=out)
+        return out
 
-        `options` are dt_softplus (True), slots, pad_slot_id, cu_seqlens, max_seqlen, force_flush.
-        """
-        return torch.ops.replayssm.stack_step(
-            self.number, self.anchor, layer, x, dt, A, B, C, D, z, dt_bias, **options
-        )
-
-    def advance(self, slots: Tensor | None, num_accepted: Tensor, **options: Any) -> None:
-        """Moves the cursors: ``torch.ops.replayssm.stack_advance``.
-
-        `options` are query_len (int) or query_lens (tensor), reset, force_flush, pad_slot_id.
-        """
-        torch.ops.replayssm.stack_advance(self.number, self.anchor, slots, num_accepted, **options)
+    def advance(
+        self,
+        slots: Tensor | None,
+        num_accepted: Tensor,
+        query_len: int | None = None,
+        query_lens: Tensor | None = None,
+        *,
+        reset: Tensor | None = None,
+        force_flush: Tensor | None = None,
+        pad_slot_id: int = -1,
+    ) -> None:
+        """Moves the cursors, :meth:`LayerStack.advance`; the length is an int or a tensor."""
+        if _watched(num_accepted):
+            torch.ops.replayssm.stack_advance.default(
+                self.number, self.anchor, slots, num_accepted, query_len, query_lens, reset=reset,
+                force_flush=force_flush, pad_slot_id=pad_slot_id,
+            )  # fmt: skip
+        else:
+            self.stack.advance(
+                slots, num_accepted, _lengths(query_len, query_lens), reset=reset,
+                force_flush=force_flush, pad_slot_id=pad_slot_id,
+            )  # fmt: skip
 
     def materialize(
         self, src_slots: Tensor, dst_slots: Tensor, prefix_len: Tensor, pad_slot_id: int = -1
     ) -> None:
-        """Snapshots: ``torch.ops.replayssm.stack_materialize``. ``stack.refresh(A)`` comes first.
+        """Snapshots, :meth:`LayerStack.materialize`. ``stack.refresh(A)`` comes first.
 
         It is what the pointer tables and the layers' A are read by; compiled code does not.
         """
-        torch.ops.replayssm.stack_materialize(
-            self.number, self.anchor, src_slots, dst_slots, prefix_len, pad_slot_id=pad_slot_id
-        )
+        given = src_slots, dst_slots, prefix_len
+        if _watched(prefix_len):
+            torch.ops.replayssm.stack_materialize.default(
+                self.number, self.anchor, *given, pad_slot_id=pad_slot_id
+            )
+        else:
+            self.stack.materialize(*given, pad_slot_id=pad_slot_id)
 
     def reset(self, slots: Tensor | None = None, pad_slot_id: int = -1) -> None:
-        """Empties slots: ``torch.ops.replayssm.stack_reset``."""
-        torch.ops.replayssm.stack_reset(self.number, self.anchor, slots, pad_slot_id=pad_slot_id)
+        """Empties slots, :meth:`LayerStack.reset`."""
+        if _watched(self.anchor if slots is None else slots):
+            torch.ops.replayssm.stack_reset.default(
+                self.number, self.anchor, slots, pad_slot_id=pad_slot_id
+            )
+        else:
+            self.stack.reset(slots, pad_slot_id)
+
+
+def _watched(tensor: Tensor) -> bool:
+    """Whether calls must be operators, which compilers, tracers and dispatch modes see."""
+    return _compiled() or _modes() > 0 or _traced() or type(tensor) is not torch.Tensor
+
+
+_compiled = torch.compiler.is_compiling
+_modes, _traced = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 
 
 _numbers = itertools.count()
-_stacks: weakref.WeakValueDictionary[int, LayerStack] = weakref.WeakValueDictionary()
+_stacks: dict[int, weakref.ref[LayerStack]] = {}
+
+
+def _forget(number: int, _: object) -> None:
+    del _stacks[number]
 
 
 def _stack(number: int) -> LayerStack:
-    stack = _stacks.get(number)
+    found = _stacks.get(number)
+    stack = None if found is None else found()
     if stack is None:
         raise ValueError(f"stack: expected the number of a live StackHandle, got {number}")
     return stack
@@ -186,11 +258,16 @@ Tensor ring_start, Tensor prev_num_accepted_tokens, {_TOKENS}, *, {_WEIGHTS},
 bool dt_softplus=False, Tensor? state_batch_indices=None, int pad_slot_id=-1,
 Tensor(e!)? state_scale=None, Tensor? rand_seed=None, int philox_rounds=10,
 Tensor? cu_seqlens=None, int? max_seqlen=None, bool enable_pdl=False, int? max_window=None,
-Tensor? force_flush=None, str pad_output="zero\""""
+Tensor? force_flush=None, str pad_output="zero", Tensor(g!)? cb_scaled=None,
+Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto\""""
 _PLAIN = f"""(Tensor(a!) state, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=False,
 Tensor? state_batch_indices=None, int pad_slot_id=-1, *, Tensor(b!)? state_scale=None,
 Tensor? rand_seed=None, int philox_rounds=10, str pad_output="zero\""""
 _STACK = "int stack, Tensor(a!) anchor"
+_STEP = f"""({_STACK}, int layer, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=True,
+Tensor? slots=None, int pad_slot_id=-1, Tensor? cu_seqlens=None, int? max_seqlen=None,
+Tensor? force_flush=None, bool enable_pdl=False, Tensor(b!)? cb_scaled=None,
+Tensor(c!)? cumAdt_vec=None, Tensor(d!)? cb_old=None, str algorithm="auto\""""
 _LENGTHS = "int? query_len=None, Tensor? query_lens=None"
 
 
@@ -222,8 +299,37 @@ def _lengths(query_len: int | None, query_lens: Tensor | None) -> Any:
     return query_len if query_lens is None else query_lens
 
 
-def _stack_step(stack: int, anchor: Tensor, layer: int, *step: Any, **options: Any) -> Tensor:
-    return _stack(stack).step(layer, *step, **options)
+def _stack_step(
+    stack: int,
+    anchor: Tensor,
+    layer: int,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    slots: Tensor | None = None,
+    pad_slot_id: int = -1,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    force_flush: Tensor | None = None,
+    enable_pdl: bool = False,
+    cb_scaled: Tensor | None = None,
+    cumAdt_vec: Tensor | None = None,
+    cb_old: Tensor | None = None,
+    algorithm: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
+    return _stack(stack).step(
+        layer, x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, slots=slots,
+        pad_slot_id=pad_slot_id, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        force_flush=force_flush, out=out, enable_pdl=enable_pdl, cb_scaled=cb_scaled,
+        cumAdt_vec=cumAdt_vec, cb_old=cb_old, algorithm=algorithm,
+    )  # fmt: skip
 
 
 def _stack_advance(
@@ -268,9 +374,9 @@ def _operators() -> Any:
          Tensor num_accepted, {_LENGTHS}, Tensor? slots=None, *, int max_window,
          int ring_buffer_len, Tensor? reset=None, Tensor? force_flush=None,
          Tensor(c!)? rand_seed=None, int pad_slot_id=-1) -> ()""", _advance_ring, _nothing),
-        (f"""stack_step({_STACK}, int layer, {_TOKENS}, {_WEIGHTS}, *, bool dt_softplus=True,
-         Tensor? slots=None, int pad_slot_id=-1, Tensor? cu_seqlens=None, int? max_seqlen=None,
-         Tensor? force_flush=None) -> Tensor""", _stack_step, lambda *a, **_: _like_x(a[3])),
+        (f"stack_step{_STEP}) -> Tensor", _stack_step, lambda *a, **_: _like_x(a[3])),
+        (f"stack_step.out{_STEP}, *, Tensor(e!) out) -> ()", _without_result(_stack_step),
+         _nothing),
         (f"""stack_advance({_STACK}, Tensor? slots, Tensor num_accepted, {_LENGTHS}, *,
          Tensor? reset=None, Tensor? force_flush=None, int pad_slot_id=-1) -> ()""",
          _stack_advance, _nothing),

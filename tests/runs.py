@@ -13,18 +13,22 @@ from oracles import advance, float64
 
 import replayssm_cupy as ssm
 from replayssm_cupy import plan
+from replayssm_cupy.keys import COPY_DTYPES
 from replayssm_cupy.numerics import decode_state, encode_state
+from replayssm_cupy.read_copy import decode_copy, encode_copy
 
 EIGHT_BIT = ("int8", "float8_e4m3fn")
 ROUNDED = ("bfloat16", "float16", *EIGHT_BIT)
 STATES = ("float32", *ROUNDED)
+COPIED = tuple(COPY_DTYPES)
 
 
 @dataclass
 class Stored(Pools):
-    """Pools whose state may be 8-bit codes with a scale for each row."""
+    """Pools whose state may be 8-bit codes with a scale for each row, or have a read copy."""
 
     state_scale: np.ndarray | None = None
+    state_copy: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -35,9 +39,17 @@ class Stored(Pools):
 
     def values(self) -> np.ndarray:
         """The state as float64: what the stored bytes mean."""
-        if self.state_scale is None:
+        if self.state_scale is None or self.state_copy is not None:
             return float64(self.state)
         return float64(self.state) * float64(self.state_scale)[..., None]
+
+    def as_read(self) -> Stored:
+        """The same pools with the state that outputs are read from, in float64."""
+        if self.state_copy is None or self.state_scale is None:
+            return replace(self, state=self.values(), state_scale=None)
+        name = next(n for n, d in COPY_DTYPES.items() if d == self.state_copy.dtype.name)
+        read = float64(decode_copy(self.state_copy, self.state_scale, name))
+        return replace(self, state=read, state_scale=None, state_copy=None)
 
 
 def make_stored(case: Case, rng: np.random.Generator, *, fill: bool = False) -> Stored:
@@ -50,7 +62,10 @@ def make_stored(case: Case, rng: np.random.Generator, *, fill: bool = False) -> 
 
 def put_state(pools: Stored, state: np.ndarray, dtype: str) -> None:
     """Stores a float32 state in `dtype`, rounded to nearest."""
-    if dtype in EIGHT_BIT:
+    if dtype in COPIED:
+        pools.state = state.astype(np.float16)
+        pools.state_copy, pools.state_scale = encode_copy(state, dtype)
+    elif dtype in EIGHT_BIT:
         pools.state, pools.state_scale = encode_state(state, dtype)
     else:
         pools.state = state.astype(DTYPES[dtype])

@@ -437,6 +437,22 @@ def test_outputs_on_the_host(torch: Any, jax: Any, dtype: str) -> None:
         np.testing.assert_array_equal(as_numpy(got).astype(int), np.arange(48).reshape(16, 3))
 
 
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_allocators(torch: Any, dtype: str, quick: bool, monkeypatch: Any) -> None:
+    """New memory each time, row-major whatever the strides of the array it is to be like."""
+    if not quick:
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    like = view(torch.zeros(3, 2, 5, dtype=getattr(torch, dtype)).transpose(0, 1), "x")
+    make = arrays.allocator_like(like)
+    made = [view(make(), "out") for _ in range(3)]
+    assert {(out.shape, out.strides, out.dtype, out.device, out.framework) for out in made} == {
+        ((2, 3, 5), (15, 5, 1), dtype, CPU, "torch")
+    }
+    assert len({out.ptr for out in made}) == 3
+    assert (arrays._quick_torch_allocator(like) is not None) == quick
+
+
 def test_host_needs_no_stream_and_no_guard() -> None:
     assert arrays.current_stream(view(np.zeros(1, np.float32), "x")) == 0
     with arrays.device_guard(CPU):

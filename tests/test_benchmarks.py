@@ -153,14 +153,16 @@ def test_bytes_are_those_of_the_arrays(dtype, tokens):
     out = stack.step(0, x, dt, -np.ones(SHAPE.nheads, np.float32), B, B)
     read = written = flushes = 0
     for slot in range(batch):
-        state = stack.states[0][slot].nbytes
+        carried = stack.states[0][slot].nbytes if stack.state_copies else 0
+        state = (stack.state_copies or stack.states)[0][slot].nbytes
         state += stack.state_scales[0][slot].nbytes if stack.state_scales else 0
         rings = (stack.x_caches[0], stack.B_caches[0], stack.dt_caches[0])
         row = sum(ring[slot][:, 0].nbytes for ring in rings)
         read += state + x[slot].nbytes + 2 * B[slot].nbytes + dt[slot].nbytes + prev[slot] * row
         written += out[slot].nbytes + tokens * row
         if prev[slot] + tokens > 16:
-            written += state
+            read += carried
+            written += state + carried
             flushes += 1
     moved = workload.traffic(SHAPE, dtype, tokens, prev)
     assert (moved.read, moved.written, moved.flushes) == (read, written, flushes)
@@ -375,6 +377,9 @@ def test_what_flashinfer_is_given(dtype, tokens, monkeypatch):
 
     case = a_case(dtype, tokens)
     launches = peers._flashinfer(checkpointing_ssu, case)
+    if dtype in workload.COPIED:
+        assert launches is None  # it has no such format
+        return
     assert len(launches.calls) == case.layers
     for call in launches.calls:
         out = call()
@@ -544,6 +549,7 @@ def test_decode_on_the_cpu_path(more, numpy_for_cupy, monkeypatch, tmp_path, cap
         assert (row["replay_us"], row["plain_us"], row["flush_first_us"]) == ("3.0", "3.0", "3.0")
         assert row["flush_first_percent"] == "100.0"
         assert row["phases"] == ("16" if more else "1")
+        assert row.get("two_kernels_us") == ("3.0" if more else None)
         floor = (int(row["bytes_read"]) + int(row["bytes_written"])) / 1e6
         assert float(row["floor_us"]) == pytest.approx(floor, abs=0.01)
         assert report.line(row, report.columns(rows)) in text.read_text()
@@ -571,7 +577,22 @@ def test_the_layer_of_the_host_times_runs():
     import ml_dtypes
 
     types = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-    calls = host_side._calls(lambda size, dtype: np.zeros(size, types[dtype]), np.array)
+    layer = host_side._layer(lambda size, dtype: np.zeros(size, types[dtype]), np.array)
+    calls = host_side._calls(*layer, np.array)
     for call in calls.values():
         call()
     assert set(calls) >= {"one eager stack.step", "one bound step", "one eager stack.advance"}
+
+
+def test_the_operators_of_the_host_times_run():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    stack, inputs = host_side._layer(
+        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype)), torch.from_numpy
+    )
+    calls = host_side._operator_calls(stack, inputs)
+    for name, call in calls.items():
+        inputs["x"].normal_()
+        inputs["out"].fill_(torch.nan)
+        result = call()
+        out = inputs["out"] if result is None else result
+        assert out.shape == inputs["x"].shape and torch.isfinite(out.float()).all(), name

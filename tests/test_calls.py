@@ -62,7 +62,8 @@ def put(request, monkeypatch) -> Callable[[np.ndarray], Any]:
         return numpy_put
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if request.param == "torch piece by piece":
-        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+        for quick in ("TensorGuards", "_empty_strided_cpu"):
+            monkeypatch.delattr(torch._C._dynamo.guards, quick)
 
     def torch_put(array: np.ndarray) -> Any:
         aligned = numpy_put(array)
@@ -801,16 +802,19 @@ def both_stacks(put, **more: Any) -> tuple[ssm.LayerStack, dict[str, Any], Any, 
     for stack in (one, two):
         stack.prev_num_accepted_tokens[...] = 3  # no flush, which would fold again
     given, mine = tokens(put), tokens(put)
+    if more.get("algorithm") == "two-kernel":
+        more |= ssm.allocate_scratch(BATCH, H, like=given["x"])
     return one, given, one.bind(1, **given, **more), lambda: two.step(1, **mine)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["monolith", "two-kernel"])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, pdl):
+def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, pdl, algorithm):
     """The call works on the stream that is current then, and allocates nothing."""
     import torch
 
-    _, given, bound, step = both_stacks(cuda_put, enable_pdl=pdl)
+    _, given, bound, step = both_stacks(cuda_put, enable_pdl=pdl, algorithm=algorithm)
     step()
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -831,9 +835,10 @@ def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, pdl):
 
 
 @pytest.mark.gpu
-def test_a_bound_call_in_a_graph_of_cupy():
+@pytest.mark.parametrize("algorithm", ["monolith", "two-kernel"])
+def test_a_bound_call_in_a_graph_of_cupy(algorithm):
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    _, given, bound, step = both_stacks(cupy.asarray)
+    _, given, bound, step = both_stacks(cupy.asarray, algorithm=algorithm)
     want = step().copy()
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -853,17 +858,20 @@ def test_dependent_launches_give_the_same_bits(cuda_put):
     import torch
 
     results = []
-    for pdl in (False, True):
+    for pdl, algorithm in ((False, "monolith"), (True, "monolith"), (True, "two-kernel")):
         stack, given = a_stack(cuda_put), tokens(cuda_put)
+        scratch = ssm.allocate_scratch(BATCH, H, like=given["x"])
+        options = {"enable_pdl": pdl, "algorithm": algorithm, **scratch}
         accepted = cuda_put(np.array([2, 1, 2], np.int32))
         outs = []
         for _ in range(20):
             for layer in range(2):
-                outs.append(stack.step(layer, **given, enable_pdl=pdl).clone())
+                outs.append(stack.step(layer, **given, **options).clone())
             stack.advance(given["slots"], accepted)
         results.append([*outs, *stack.states, *stack.dt_caches])
-    for plain, dependent in zip(*results, strict=True):
-        assert torch.equal(plain, dependent)
+    for plain, *dependent in zip(*results, strict=True):
+        for array in dependent:
+            assert torch.equal(plain, array)
 
 
 @pytest.mark.gpu

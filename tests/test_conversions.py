@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from replayssm_cupy import compiler, numerics
+from replayssm_cupy import compiler, numerics, read_copy
 
 PROBE = pathlib.Path(__file__).parent / "probe" / "convert_probe.cu"
 CPP = {"bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float8_e4m3fn": "e4m3"}
@@ -33,7 +33,12 @@ def probe(backend, name: str, x, field, per_value: int = 1) -> np.ndarray:
     count = max(np.size(x), np.size(field)) // (2 if per_value > 1 else 1)
     x = np.ascontiguousarray(np.broadcast_to(x, count * (2 if per_value > 1 else 1)), np.float32)
     field = np.ascontiguousarray(np.broadcast_to(field, x.shape), np.uint32)
-    out = np.zeros(count * per_value, np.uint32)
+    return run_probe(backend, name, x, field, count, count * per_value)
+
+
+def run_probe(backend, name: str, x, field, count: int, outputs: int) -> np.ndarray:
+    """Runs one probe kernel `count` times; uint32."""
+    out = np.zeros(outputs, np.uint32)
     if backend.name == "host":
         record = ProbeParams(x.ctypes.data, field.ctypes.data, out.ctypes.data, count)
         backend.launcher.run(str(PROBE), name, (8, 1, 1), (128, 1, 1), 0, record)
@@ -131,3 +136,62 @@ def test_philox(backend, rounds):
     )
     expected = numerics.philox4x32(offsets, seeds, rounds)
     assert np.array_equal(got.reshape(-1, 4), expected)
+
+
+# --- Four bits -----------------------------------------------------------------------------------
+
+
+def test_every_e2m1_code_times_every_block_scale(backend):
+    """Products are exact halves, times 2^-7."""
+    codes = np.arange(16, dtype=np.uint8)
+    scales = np.arange(0x7F, dtype=np.uint8)  # finite ones, which are not negative
+    words = codes.astype(np.uint32) * np.uint32(0x11111111)
+    scale, word = (a.ravel() for a in np.meshgrid(scales, words, indexing="ij"))
+    bits = scale.astype(np.uint32).view(np.float32)
+    got = run_probe(backend, "e2m1_value_probe", bits, word, len(word), 4 * len(word))
+    got = got.view(np.float16).reshape(len(word), 8)
+    expected = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
+    expected = (expected * read_copy.e2m1_values(codes)).ravel()[:, None] / 128
+    assert np.array_equal(got.astype(np.float32), np.broadcast_to(expected, got.shape))
+
+
+def words_of(codes: np.ndarray) -> np.ndarray:
+    """Eight codes a word: byte i holds column i below and column i + 4 above."""
+    plain = codes.astype(np.uint32).reshape(-1, 8)
+    return sum(plain[:, i] << (8 * (i % 4) + 4 * (i // 4)) for i in range(8))
+
+
+def packed(backend, x: np.ndarray) -> np.ndarray:
+    x = np.ascontiguousarray(x, np.float32).ravel()
+    return run_probe(backend, "e2m1_probe", x, np.zeros(1, np.uint32), len(x) // 8, len(x) // 8)
+
+
+def test_codes_of_a_word_lie_where_their_columns_are_read(backend):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (512, 8)).astype(np.uint8)
+    x = read_copy.e2m1_values(codes)
+    assert np.array_equal(packed(backend, np.where(codes == 8, -np.float32(0), x)), words_of(codes))
+
+
+def test_e2m1_codes_of_many_patterns_and_every_tie(backend):
+    patterns = np.arange(0, 2**32, STEP[backend.name], np.uint64).astype(np.uint32)
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 6.5, 7, 9], np.float32)
+    near = [np.nextafter(ties, np.float32(way)) for way in (-np.inf, np.inf)]
+    x = np.concatenate([patterns.view(np.float32), ties, -ties, *near])
+    x = x[~np.isnan(x)]
+    x = x[: len(x) // 8 * 8]
+    assert np.array_equal(packed(backend, x), words_of(read_copy.round_to_e2m1(x)))
+
+
+def test_block_scales_of_many_patterns(backend):
+    patterns = np.arange(0, 0x7F800000, STEP[backend.name] // 8 + 1, np.uint64).astype(np.uint32)
+    ends = 6 * 2.0 ** np.arange(-12, -5) * np.array([[1], [1.5], [1 - 2**-24]])
+    x = np.concatenate([patterns.view(np.float32), ends.ravel().astype(np.float32)])
+    codes = numerics.round_to_code(x * (np.float32(1) / np.float32(6)), "float8_e4m3fn")
+    got = probe(backend, "block_scale_probe<false>", x, 0)
+    assert np.array_equal(got, as_bits(codes))
+    value = codes.astype(np.float32)
+    with np.errstate(divide="ignore"):
+        expected = np.where(value > 0, np.float32(1) / value, np.float32(0))
+    got = probe(backend, "block_scale_probe<true>", x, 0)
+    assert np.array_equal(got, expected.view(np.uint32))

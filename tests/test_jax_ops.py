@@ -20,33 +20,43 @@ import replayssm_cupy as ssm
 from replayssm_cupy import plan
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-from replayssm_cupy import jax_ops  # noqa: E402  # imports jax
+from replayssm_cupy import jax_calls, jax_ops  # noqa: E402  # import jax
 
 CASE = Case(Shape("jax-ops", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=5)
 LAYERS, SIZES = 2, (5, 4, 64, 2, 128)
 WINDOW = {"npredicted": 2, "max_window": 6}
 
 
-@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "gpu:1")]
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", *GPUS])
 def device(request, monkeypatch) -> Any:
-    """Where the arrays are; with "kernels" those of tests/host run on them."""
-    name, _, kernels = request.param.partition("-")
-    if kernels:
+    """Where the arrays are, the first GPU being JAX's default and the current one; with "kernels"
+    those of tests/host run on them."""
+    if request.param == "cpu-kernels":
         from host.launcher import HostLauncher
 
         monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
+    platform, _, index = request.param.removesuffix("-kernels").partition(":")
     try:
-        return jax.devices(name)[0]
+        found = jax.devices(platform)
     except RuntimeError as error:
         pytest.skip(f"JAX has no such device: {error}")
+    if len(found) <= int(index or 0):
+        pytest.skip(f"needs 2 GPUs that JAX can use, found {len(found)}")
+    return found[int(index or 0)]
 
 
-def make(device: Any, state_dtype: str = "float32") -> tuple[Any, ssm.LayerStack]:
+def make(
+    device: Any, state_dtype: str = "float32", seed: int | bool = False
+) -> tuple[Any, ssm.LayerStack]:
     """The same new states for JAX and for a stack of NumPy, or of CuPy on a GPU."""
     rng = np.random.default_rng(0)
-    where = "cuda" if device.platform == "gpu" else "cpu"
-    stack = ssm.LayerStack(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=where)
-    arrays = jax_ops.stack_arrays(LAYERS, *SIZES, **WINDOW, state_dtype=state_dtype, device=device)
+    where = f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else "cpu"
+    options = WINDOW | {"state_dtype": state_dtype, "stochastic_rounding": seed}
+    stack = ssm.LayerStack(LAYERS, *SIZES, **options, device=where)
+    arrays = jax_ops.stack_arrays(LAYERS, *SIZES, **options, device=device)
     state = rng.standard_normal((5, 4, 64, 128)).astype(np.float32)
     if state_dtype == "float32":
         for layer in range(LAYERS):
@@ -78,6 +88,9 @@ def assert_same(arrays: Any, stack: ssm.LayerStack) -> None:
         (arrays.prev_num_accepted_tokens, stack.prev_num_accepted_tokens),
     ):
         assert np.array_equal(get(mine), get(theirs))
+    assert (arrays.rand_seed is None) == (stack.rand_seed is None)
+    if stack.rand_seed is not None:
+        assert get(arrays.rand_seed).view(np.int64) == get(stack.rand_seed).view(np.int64)
 
 
 def loop(arrays: Any, given: dict[str, Any], accepted: Any) -> Any:
@@ -91,10 +104,15 @@ def loop(arrays: Any, given: dict[str, Any], accepted: Any) -> Any:
     return outs, jax_ops.advance(arrays, slots, accepted, 2)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "float16", "int8", "float8_e4m3fn"])
-def test_jitted_loop(device, state_dtype):
-    """The stack's bits; donated arrays stay where they are, and nothing is compiled again."""
-    arrays, stack = make(device, state_dtype)
+@pytest.mark.parametrize(
+    ("state_dtype", "seed"),
+    [*((dtype, False) for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+     ("bfloat16", True), ("float16", -(2**40) - 1), ("int8", 2**32 - 3), ("float8_e4m3fn", 7)],
+)  # fmt: skip
+def test_jitted_loop(device, state_dtype, seed):
+    """The stack's bits, of stochastic rounding too, whose seed moves on across its two words;
+    donated arrays stay where they are, and nothing is compiled again."""
+    arrays, stack = make(device, state_dtype, seed)
     step = jax.jit(lambda *given: loop(*given), donate_argnums=0)  # with a cache of its own
     arrays = jax.tree.map(jax.numpy.copy, arrays)  # memory that is JAX's own, not NumPy's
     places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
@@ -108,6 +126,8 @@ def test_jitted_loop(device, state_dtype):
             assert np.array_equal(get(y), get(stack.step(layer, **given)))
         stack.advance(given["slots"], accepted)
     assert_same(arrays, stack)
+    # The layers have the same tokens, and differ only by what they round with.
+    assert np.array_equal(*map(get, arrays.states)) == (arrays.rand_seed is None)
     assert places == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
     assert step._cache_size() == 1
 
@@ -142,8 +162,9 @@ def test_calls_outside_jit_compile_once(device):
     assert not [line for line in seen if "ompil" in str(line)], seen
 
 
-def test_scan_of_64_steps(device):
-    arrays, stack = make(device)
+@pytest.mark.parametrize(("state_dtype", "seed"), [("float32", False), ("bfloat16", 3)])
+def test_scan_of_64_steps(device, state_dtype, seed):
+    arrays, stack = make(device, state_dtype, seed)
     accepted = np.random.default_rng(3).integers(0, 3, (64, 3)).astype(np.int32)
     inputs = [tokens(seed, device) for seed in range(64)]
     stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *inputs)
@@ -200,6 +221,109 @@ def test_lengths_resets_and_forced_flushes(device):
     assert not arrays.states[1][4].any() and arrays.states[1][1].any()
 
 
+# --- Snapshots -----------------------------------------------------------------------------------
+
+
+def decays(device: Any) -> list[Any]:
+    """The layers' A."""
+    return [tokens(seed, device)["A"] for seed in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "seed"), [("float32", False), ("float16", 5), ("int8", False), ("int8", 5)]
+)
+def test_materialize(device, state_dtype, seed):
+    """The stack's bits, donated arrays in place, the caller's untouched where they are not."""
+    arrays, stack = make(device, state_dtype, seed)
+    A, put = decays(device), partial(jax.device_put, device=device)
+    stack.refresh(A)
+    given, accepted = tokens(0, device), put(np.array([2, 1, 0], np.int32))
+    for _ in range(3):
+        _, arrays = loop(arrays, given, accepted)
+        for layer in range(LAYERS):
+            stack.step(layer, **given)
+        stack.advance(given["slots"], accepted)
+    snapshot = jax.jit(jax_ops.materialize, donate_argnums=0)
+    for src, dst, prefix in (
+        ([4, 1, -1], [0, 3, 2], [6, 2, 1]), ([0, 3, 1], [2, 4, 1], [0, 0, 2]),
+        ([1, 2, 3], [1, -1, 9], [1, 0, 0]),
+    ):  # fmt: skip
+        slots = [put(np.array(values, np.int32)) for values in (src, dst, prefix)]
+        kept = [get(leaf).copy() for leaf in jax.tree.leaves(arrays)]
+        after = jax_ops.materialize(arrays, A, *slots)
+        assert all(
+            np.array_equal(get(leaf), was)
+            for leaf, was in zip(jax.tree.leaves(arrays), kept, strict=True)
+        )
+        mine = jax.tree.map(jax.numpy.copy, arrays)
+        places = [leaf.unsafe_buffer_pointer() for leaf in mine.states]
+        arrays = snapshot(mine, A, *slots)
+        assert places == [leaf.unsafe_buffer_pointer() for leaf in arrays.states]
+        stack.materialize(*slots)
+        assert_same(arrays, stack)
+        assert_same(after, stack)
+    assert arrays.states[0][2].any()
+
+
+def test_materialize_by_layer(device):
+    arrays, stack = make(device)
+    A, put = decays(device), partial(jax.device_put, device=device)
+    stack.refresh(A)
+    given = tokens(0, device)
+    _, arrays = loop(arrays, given, put(np.array([2, 1, 0], np.int32)))
+    for layer in range(LAYERS):
+        stack.step(layer, **given)
+    stack.advance(given["slots"], put(np.array([2, 1, 0], np.int32)))
+    src, prefix = put(np.array([[4, 1], [1, 4]])), put(np.array([1, 1]))
+    dst = put(np.array([[0, 2], [2, 0]]))
+    arrays = jax_ops.materialize(arrays, A, src, dst, prefix, pad_slot_id=3)
+    stack.materialize(src, dst, prefix, pad_slot_id=3)
+    assert_same(arrays, stack)
+
+
+def test_blocks_inside_a_scan(device):
+    """A snapshot at every fourth token, and another request that goes on from it."""
+    arrays, stack = make(device)
+    A, put = decays(device), partial(jax.device_put, device=device)
+    stack.refresh(A)
+    slots, cached = put(np.array([4, 1, -1], np.int32)), put(np.array([0, 2, 3], np.int32))
+    given = tokens(0, device) | {"slots": slots}
+    counts = np.random.default_rng(4).integers(0, 3, (20, 3)).astype(np.int32)
+
+    def body(carry: Any, accepted: Any) -> Any:
+        arrays, committed = carry
+        outs, arrays = loop(arrays, given, accepted)
+        arrays = jax_ops.materialize_blocks(
+            arrays, A, slots, cached, committed, accepted, block_size=4
+        )
+        return (arrays, committed + accepted), outs[1]
+
+    start = arrays, put(np.zeros(3, np.int32))
+    (arrays, committed), outs = jax.jit(partial(jax.lax.scan, body))(start, put(counts))
+    total = np.zeros(3, np.int32)
+    for number, accepted in enumerate(counts):
+        y = [stack.step(layer, **given) for layer in range(LAYERS)][1]
+        assert np.array_equal(get(outs[number]), get(y))
+        stack.advance(slots, put(accepted))
+        stack.materialize_blocks(slots, cached, put(total), put(accepted), block_size=4)
+        total += accepted
+    assert_same(arrays, stack)
+    assert arrays.states[0][0].any() and arrays.states[0][2].any()
+    boundaries = put(np.array([int(total[0]), -1, -1], np.int32))
+    last = put(counts[-1])
+    before = committed - last
+    arrays = jax_ops.materialize_blocks(
+        arrays, A, slots, cached, before, last, boundaries=boundaries
+    )
+    stack.materialize_blocks(slots, cached, before, last, boundaries=boundaries)
+    assert_same(arrays, stack)
+    copied = jax_ops.materialize(arrays, A, cached[:1], cached[2:], committed[:1] * 0)
+    assert np.array_equal(get(copied.states[1][3]), get(arrays.states[1][0]))
+
+
+# --- Transforms and callbacks --------------------------------------------------------------------
+
+
 def test_vmap_runs_one_after_the_other(device):
     arrays, _ = make(device)
     given, accepted = tokens(0, device), jax.device_put(np.array([2, 1, 0], np.int32), device)
@@ -217,7 +341,7 @@ def test_results_with_memory_of_their_own():
     results = [np.full(2, 99, np.int32) for _ in cursors]
     read = {"slots": None, "reset": None, "force_flush": None, "query_lens": None,
             "num_accepted": np.array([1, 2], np.int32)}  # fmt: skip
-    jax_ops._Advance(2, 6, 8, -1)(None, results, *cursors, read)
+    jax_calls.Advance(2, 6, 8, -1)(None, results, *cursors, read)
     assert [*results[0]] == [3, 1] and [*results[1]] == [3, 6]
     assert [*cursors[0]] == [3, 1] and [*cursors[1]] == [2, 4]
 
@@ -234,18 +358,33 @@ n = len(devices)
 P, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(np.array(devices), ("heads",))
 rng = np.random.default_rng(0)
 sizes = (5, 4 * n, 64, n, 128)
+rounded = sys.argv[2] != "float32"
 def fresh():
-    arrays = jax_ops.stack_arrays(1, *sizes, npredicted=2, max_window=6, device=devices[0])
-    state = np.random.default_rng(1).standard_normal(arrays.states[0].shape).astype(np.float32)
+    arrays = jax_ops.stack_arrays(1, *sizes, npredicted=2, max_window=6, device=devices[0],
+                                  state_dtype=sys.argv[2], stochastic_rounding=rounded and 9,
+                                  parts=n)
+    state = np.random.default_rng(1).standard_normal(arrays.states[0].shape).astype(sys.argv[2])
     return replace(arrays, states=[jax.device_put(state, devices[0])])
 def loop(arrays, x, dt, A, B, C, D, slots, accepted):
     y, arrays = jax_ops.step(arrays, 0, x, dt, A, B, C, D, slots=slots)
     return y, jax_ops.advance(arrays, slots, accepted, 2)
-one, many = fresh(), fresh()
+# Stochastic rounding has a seed for each device: then each part of the heads runs alone.
+count = n if rounded else 1
+def cut(array, spec, part):
+    array = np.asarray(array)
+    split = np.split(array, count, spec.index("heads")) if "heads" in spec else [array] * count
+    return jax.device_put(split[part], devices[0])
+def joined(arrays, spec):
+    arrays = [*map(np.asarray, arrays)]
+    return np.concatenate(arrays, spec.index("heads")) if "heads" in spec else arrays[0]
+def equal(array, parts, spec):
+    return np.asarray(array).tobytes() == joined(parts, spec).tobytes()
+many = fresh()
 axis, tokens = many.specs("heads"), P(None, None, "heads")
 inputs = (tokens, tokens, P("heads"), tokens, tokens, P("heads"), P(), P())
 sharded = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(axis, *inputs),
                                 out_specs=(tokens, axis), check_vma=False), donate_argnums=0)
+ones = [jax.tree.map(lambda a, s: cut(a, s, part), many, axis) for part in range(count)]
 many = jax.device_put(many, jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), axis))
 single = jax.jit(loop, donate_argnums=0)
 slots, accepted = np.array([4, 1, -1], np.int32), np.array([2, 1, 0], np.int32)
@@ -257,20 +396,27 @@ for _ in range(7):
     A, D = -rng.uniform(0.5, 4, 4 * n).astype(np.float32), np.ones(4 * n, np.float32)
     given = (x, dt, A, B, C, D, slots, accepted)
     y, many = sharded(many, *given)
-    right, one = single(one, *(jax.device_put(a, devices[0]) for a in given))
-    same &= np.asarray(y).tobytes() == np.asarray(right).tobytes()
+    right = []
+    for part in range(count):
+        mine = [cut(a, s, part) for a, s in zip(given, inputs, strict=True)]
+        out, ones[part] = single(ones[part], *mine)
+        right.append(out)
+    same &= equal(y, right, tokens)
     now = [s.data.unsafe_buffer_pointer() for s in many.states[0].addressable_shards]
     places = places or now
-same &= all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
-            for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True))
-moved = np.asarray(one.ring_start).any()
+leaves = zip(jax.tree.leaves(many), *map(jax.tree.leaves, ones), jax.tree.leaves(axis), strict=True)
+same &= all(equal(array, parts, spec) for array, *parts, spec in leaves)
+moved = np.asarray(many.ring_start).any()
+if rounded:
+    first, *others = np.asarray(many.rand_seed)
+    same &= list(first) == [9 + 7, 0] and all(tuple(seed) != tuple(first) for seed in others)
 print(json.dumps([n, bool(same), places == now, bool(moved), sharded._cache_size()]))
 """
 
 
-def run_sharded(platform: str, **environment: str) -> list[Any]:
+def run_sharded(platform: str, state_dtype: str, **environment: str) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED, platform],
+        [sys.executable, "-c", SHARDED, platform, state_dtype],
         capture_output=True, text=True, check=False, timeout=500,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
     )  # fmt: skip
@@ -278,24 +424,34 @@ def run_sharded(platform: str, **environment: str) -> list[Any]:
     return json.loads(done.stdout)
 
 
-def test_heads_over_devices_equal_one_device():
+shared_states = pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+
+
+@shared_states
+def test_heads_over_devices_equal_one_device(state_dtype):
     """Four CPU devices, bit for bit, each part in its place, compiled once."""
-    flags = "--xla_force_host_platform_device_count=4"
-    assert run_sharded("cpu", JAX_PLATFORMS="cpu", XLA_FLAGS=flags) == [4, True, True, True, 1]
+    environment = {"JAX_PLATFORMS": "cpu",
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}  # fmt: skip
+    assert run_sharded("cpu", state_dtype, **environment) == [4, True, True, True, 1]
 
 
 @pytest.mark.gpu
-def test_heads_over_gpus_equal_one_gpu():
+@shared_states
+def test_heads_over_gpus_equal_one_gpu(state_dtype):
     try:
         count = len(jax.devices("gpu"))
     except RuntimeError as error:
         pytest.skip(f"JAX has no CUDA device: {error}")
     if count < 2:
-        pytest.skip("needs two GPUs")
-    assert run_sharded("gpu") == [min(count, 4), True, True, True, 1]
+        pytest.skip(f"needs 2 GPUs that JAX can use, found {count}")
+    assert run_sharded("gpu", state_dtype) == [min(count, 4), True, True, True, 1]
 
 
 # --- Errors --------------------------------------------------------------------------------------
+
+
+# JAX's own errors, of which a call that was compiled before may raise the other.
+FAULTS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def test_errors():
@@ -310,8 +466,30 @@ def test_errors():
     tokens_of = {name: array for name, array in given.items() if name != "slots"}
     with pytest.raises(ValueError, match=r"^layers: expected each layer once, got \[1, 1\]$"):
         jax_ops.step_layers(arrays, [tokens_of] * 2, layers=[1, 1], slots=slots)
+    with pytest.raises(TypeError, match=r"^inputs\[1\]: expected x, .* got .*, slots$"):
+        jax_ops.step_layers(arrays, [tokens_of, given])
+    with pytest.raises(ValueError, match=r"^parts: expected at least 1, got 0$"):
+        jax_ops.stack_arrays(1, *SIZES, parts=0)
+    with pytest.raises(ValueError, match=r"^stochastic_rounding: expected False with a float32"):
+        jax_ops.stack_arrays(1, *SIZES, stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"^A: expected a list of 2 arrays, got 1$"):
+        jax_ops.materialize(arrays, [given["A"]], slots, slots, slots)
+    with pytest.raises(ValueError, match=r"^block_size: expected it or boundaries, got neither$"):
+        jax_ops.materialize_blocks(arrays, [given["A"]] * 2, slots, slots, slots, slots)
+    with pytest.raises(FAULTS, match=r"dst_slots: expected distinct"):
+        zero = slots * 0
+        jax.block_until_ready(
+            jax_ops.materialize(arrays, [given["A"]] * 2, slots, zero, zero).states
+        )
+    rounded, _ = make(cpu, "float16", 1)
+    rounded = replace(rounded, rand_seed=jax.numpy.zeros((2, 2), np.int32))
+    message = (
+        r"rand_seed: expected \(parts, 2\) = \(1, 2\) int32 on each device, got \(2, 2\) int32"
+    )
+    with pytest.raises(FAULTS, match=message):
+        jax.block_until_ready(jax_ops.step(rounded, 0, **given))
     wrong = given | {"dt": given["dt"][:, :1]}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"dt: expected .*, got \(3, 1, 4\)"):
+    with pytest.raises(FAULTS, match=r"dt: expected .*, got \(3, 1, 4\)"):
         jax.block_until_ready(jax_ops.step(arrays, 0, **wrong))
 
 

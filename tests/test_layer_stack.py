@@ -166,7 +166,8 @@ def test_long_random_decode_is_as_exact_as_the_plain_update(backend, steps, stat
 
 
 @pytest.mark.gpu
-def test_graph_replays_read_slots_cursors_and_inputs_anew():
+@pytest.mark.parametrize("algorithm", ["monolith", "two-kernel"])
+def test_graph_replays_read_slots_cursors_and_inputs_anew(algorithm):
     """Captured with 4 rows, replayed with fewer live rows, other slots and other tokens."""
     import cupy
 
@@ -177,7 +178,8 @@ def test_graph_replays_read_slots_cursors_and_inputs_anew():
 
     rng = np.random.default_rng(4)
     stack, (pools,) = make_stack(Cuda, CASE, 1, rng)
-    stack.warm_up()
+    stack.warm_up(algorithm)
+    scratch = ssm.allocate_scratch(4, CASE.shape.nheads, device="cuda")
     stream = RandomStream(CASE, pools.state, rng)
     step, _ = stream.propose([0, 1, 2, 3], 4)
     given = arguments(Cuda, step)
@@ -186,7 +188,7 @@ def test_graph_replays_read_slots_cursors_and_inputs_anew():
     side = cupy.cuda.Stream(non_blocking=True)
     with side:
         side.begin_capture()
-        stack.step(0, **given, out=out)
+        stack.step(0, **given, **scratch, out=out, algorithm=algorithm)
         stack.advance(given["slots"], accepted)
         graph = side.end_capture()
     for number in range(20):

@@ -80,6 +80,23 @@ def test_small_form_does_not_divide(nvdisasm, tmp_path):
     assert not places(code, r"\bI2F\.U32\.RP\b")
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_small_form_prefetches_before_it_follows_the_kernel_ahead(nvdisasm, tmp_path, arch):
+    """Where launches may be dependent; nothing else touches memory before the wait."""
+    key = SmallCheckpointingSsuKey("int8", "bfloat16", 128, 1)
+    code = instructions(disassemble(nvdisasm, tmp_path, key, arch))
+    prefetches = [i for i, text in enumerate(code) if "CCTL.E.PF2" in text]
+    waits = [i for i, text in enumerate(code) if text.startswith("ACQBULK")]
+    assert bool(prefetches) == bool(waits) == (arch == "sm_90")
+    if waits:
+        (wait,) = waits
+        early = [
+            text for text in code[:wait] if re.search(r"\b(LDG|LD|STG|ST|LDGSTS|ATOMG)\b", text)
+        ]
+        assert max(prefetches) < wait
+        assert [text.split()[0] for text in early] in (["LDG.E.STRONG.GPU"], [])
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_a_snapshot_asks_for_a_slab_before_it_waits(nvdisasm, tmp_path, arch, state_dtype):

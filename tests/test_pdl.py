@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import choose_form
 
 import replayssm_cupy as ssm
 from replayssm_cupy import driver, plan
@@ -99,8 +100,11 @@ def words_of(array: np.ndarray) -> np.ndarray:
 class Loop:
     """A stack of two layers, its inputs, and a producer of one of the arrays that a step reads."""
 
-    def __init__(self, kernels: Any, written: str, state_dtype: str, pdl: bool) -> None:
-        self._late_copy, self._pdl = kernels.get_function("late_copy"), pdl
+    def __init__(
+        self, kernels: Any, written: str, state_dtype: str, options: dict[str, Any]
+    ) -> None:
+        self._late_copy = kernels.get_function("late_copy")
+        self._options = {**options, **ssm.allocate_scratch(BATCH, H, device="cuda")}
         rng, rounds = np.random.default_rng(11), state_dtype != "float32"
         self.stack = stack = ssm.LayerStack(
             2, S, H, P, G, N, max_window=W, npredicted=T, state_dtype=state_dtype, device="cuda",
@@ -156,7 +160,7 @@ class Loop:
         return self.inputs[number % len(self.inputs)]
 
     def step(self, layer: int, x: Any, out: Any) -> None:
-        self.stack.step(layer, **(self.given | {"x": x}), out=out, enable_pdl=self._pdl)
+        self.stack.step(layer, **(self.given | {"x": x}), out=out, **self._options)
 
     def results(self) -> dict[str, np.ndarray]:
         named = {
@@ -165,14 +169,17 @@ class Loop:
         return {name: cupy.asnumpy(words(a)) for name, a in {"out": self.outs, **named}.items()}
 
 
-def both(kernels: Any, written: str, state_dtype: str, work: Callable[[Loop, int], None]) -> None:
-    """The same work without and with dependent launches and a producer that spins: same bits."""
+def both(
+    kernels: Any, algorithm: str, written: str, state_dtype: str, work: Callable[[Loop, int], None]
+) -> None:
+    """The same work by one kernel, and by dependent launches behind a producer that spins."""
     results = []
     for pdl in (False, True):
+        options = {"enable_pdl": pdl, "algorithm": algorithm if pdl else "monolith"}
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         with stream:
-            loop = Loop(kernels, written, state_dtype, pdl)
+            loop = Loop(kernels, written, state_dtype, options)
             stream.synchronize()
             work(loop, SPIN if pdl else 0)
             stream.synchronize()
@@ -183,6 +190,13 @@ def both(kernels: Any, written: str, state_dtype: str, work: Callable[[Loop, int
     assert (outs[:-1] != outs[1:]).any(1).all(), "an output that is left from before shows"
     for name in plain:
         assert np.array_equal(plain[name], dependent[name]), name
+
+
+@pytest.fixture(params=["stream", "small", "two-kernel"])
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of one kernel, and two."""
+    choose_form(monkeypatch, "small" if request.param == "small" else "stream")
+    return "two-kernel" if request.param == "two-kernel" else "monolith"
 
 
 class Copy(ctypes.Structure):
@@ -226,16 +240,27 @@ OWN = ("ring_start", "prev_num_accepted_tokens", "state", "x_cache", "B_cache", 
         *(("int8", name) for name in ("x", *OWN, "state_scale", "rand_seed")),
     ],
 )
-def test_a_step_waits_for_what_the_kernel_ahead_writes(kernels, form, state_dtype, written):
+def test_a_step_waits_for_what_the_kernel_ahead_writes(kernels, algorithm, state_dtype, written):
     def work(loop: Loop, cycles: int) -> None:
         for number in range(STEPS):
             loop.produce(number, cycles)
             loop.step(0, loop.x(number), loop.outs[number])
 
-    both(kernels, written, state_dtype, work)
+    both(kernels, algorithm, written, state_dtype, work)
 
 
-def test_steps_wait_for_each_other(kernels, form):
+def test_weights_that_change_under_the_second_kernel(kernels, algorithm):
+    """Scratch of the step before is there until the first kernel is through; nothing spins."""
+
+    def work(loop: Loop, cycles: int) -> None:
+        for number in range(STEPS):
+            loop.produce(number, 0)
+            loop.step(0, loop.x(number), loop.outs[number])
+
+    both(kernels, algorithm, "B", "float32", work)
+
+
+def test_steps_wait_for_each_other(kernels, algorithm):
     """Layer 1 reads what layer 0 writes, and layer 0 writes where layer 1 has just read."""
 
     def work(loop: Loop, cycles: int) -> None:
@@ -243,10 +268,10 @@ def test_steps_wait_for_each_other(kernels, form):
             loop.step(0, loop.x(number), loop.middle)
             loop.step(1, loop.middle, loop.outs[number])
 
-    both(kernels, "z", "float32", work)
+    both(kernels, algorithm, "z", "float32", work)
 
 
-def test_steps_wait_inside_a_graph(kernels, form):
+def test_steps_wait_inside_a_graph(kernels, algorithm):
     """Producer, layer 0 and layer 1, many times in one CUDA graph, which is replayed."""
     captured = 50
 
@@ -262,4 +287,4 @@ def test_steps_wait_inside_a_graph(kernels, form):
             graph.launch(stream)
             words(loop.outs[first : first + captured])[...] = words(outs)
 
-    both(kernels, "x", "float32", work)
+    both(kernels, algorithm, "x", "float32", work)

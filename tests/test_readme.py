@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import pathlib
@@ -70,6 +71,13 @@ def test_functions_of_the_table_are_the_public_ones():
     table = README.split("## Functions")[1].split("\n\n")[1]
     named = set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in table.split("\n"))))
     assert named == set(ssm.__all__) - {"ReplaySSMError"}
+    table = README.split("| in `jax_ops` |")[1].split("\n\n")[0]
+    named = set(
+        re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in table.split("\n")[1:]))
+    )
+    tree = ast.parse((ROOT / "replayssm_cupy" / "jax_ops.py").read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert named == {name for name in functions if not name.startswith("_")}
 
 
 def test_support_table_is_what_the_keys_say():

@@ -103,6 +103,16 @@ def test_more_than_a_block_may_have(target):
     assert resident_blocks(on, 255, 1024, 0) == 0
 
 
+def second_kernel(key: keys.PrecomputeKey) -> keys.PreparedCheckpointingSsuKey:
+    """One whose weights the key's kernel makes."""
+    return next(
+        second
+        for second in keys.every_key()
+        if isinstance(second, keys.PreparedCheckpointingSsuKey)
+        and keys.precompute_key(second) == key
+    )
+
+
 @pytest.mark.parametrize("key", [*keys.every_key()], ids=lambda key: key.name_expression)
 def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     """The block of a real call of the kernel, on an H100."""
@@ -111,9 +121,14 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     import replayssm_cupy as ssm
 
     on = MULTIPROCESSORS["sm_90"]
-    if not isinstance(key, CheckpointingSsuKey | SelectiveStateUpdateKey):
+    if not isinstance(key, CheckpointingSsuKey | SelectiveStateUpdateKey | keys.PrecomputeKey):
         assert resources.launch_shape(key, on) is None
         return
+    launches = [key]
+    if isinstance(key, keys.PrecomputeKey):
+        key = second_kernel(key)
+    if isinstance(key, keys.PreparedCheckpointingSsuKey):
+        launches = [keys.precompute_key(key), key]
     launched: list[plan.Plan] = []
 
     class Recorder:
@@ -125,8 +140,9 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     types = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in keys.STATE_DTYPES}
     activation = types[key.activation_dtype]
     replay = isinstance(key, CheckpointingSsuKey)
-    tokens = keys.TOKENS_PER_TILE * (key.token_tiles - 1) + 1 if replay else 1
-    batch = 1 if isinstance(key, SmallCheckpointingSsuKey) else 256
+    tokens = key.least_tokens if replay else 1
+    few = SmallCheckpointingSsuKey, keys.CopiedCheckpointingSsuKey
+    batch = 1 if isinstance(key, few) else 256
     x = np.zeros((batch, tokens, 64, 64), activation)
     B = np.zeros((batch, tokens, 8, key.dstate), activation)
     dt, A = np.zeros((batch, tokens, 64), np.float32), -np.ones(64, np.float32)
@@ -139,13 +155,16 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
             np.zeros((1, 64, rows, 64), activation), np.zeros((1, 8, rows, key.dstate), activation),
             np.zeros((1, 64, rows), np.float32), np.zeros(1, np.int32), np.zeros(1, np.int32),
         )  # fmt: skip
+        if len(launches) > 1:
+            scratch = ssm.allocate_scratch(batch, 64, device="cpu")
+            options |= {"algorithm": "two-kernel", **scratch}
         ssm.checkpointing_ssu(state, *rings, x, dt, A, B, B, max_window=16, **options)
     else:
         ssm.selective_state_update(state, x, dt, A, B, B, **options)
-    assert launched[-1].key == key
-    shape = resources.launch_shape(key, on)
-    assert shape == (launched[-1].block[0], launched[-1].shared_bytes)
-    assert launched[-1].block[1:] == (1, 1)
+    assert [one.key for one in launched] == launches
+    for one in launched:
+        assert resources.launch_shape(one.key, on) == (one.block[0], one.shared_bytes)
+        assert one.block[1:] == (1, 1)
     decode._plans.clear()
 
 
@@ -181,7 +200,7 @@ def test_table(compiled, capsys):
     assert head.split() == ["kernel", "(sm_90)", *names]
     assert len({len(line) for line in (head, *lines)}) == 1
     plain = SelectiveStateUpdateKey("float32", "bfloat16", 128).name_expression
-    cells = {line[:46].strip(): line[46:].split() for line in lines}
+    cells = {line[:48].strip(): line[48:].split() for line in lines}
     assert cells[plain] == ["168", "512", "0", "8", "16", "128", "3", "12"]
     assert cells["advance_ring"] == ["168", "512", "-", "8", "16", "-", "-", "-"]
 

@@ -30,39 +30,44 @@ CUDA = ROOT / "cuda"
 
 # Data goes one way: array -> view -> key -> kernel -> plan -> launch -> out.
 MAY_IMPORT = {
-    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "scratch", "slots"},
+    "__init__": {"errors", "layer_stack", "ops", "prefix", "prefix_plan", "scratch", "slots",
+                 "vllm_cache"},
     "__main__": {"demo", "doctor", "errors", "resources"},
     # The library, from the outside in.
     "layer_stack": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "errors",
                     "folds", "prefix_plan", "scratch", "slot_files", "slots", "snapshots",
                     "stack_arrays"},
-    "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "keys",
-                     "plan", "snapshots"},
+    "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "formats",
+                     "keys", "plan", "snapshots"},
+    "vllm_cache": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "errors",
+                   "formats", "keys", "numerics", "plan", "reference", "slots"},
     "slot_files": {"arrays", "checks", "decode_checks", "errors", "snapshots"},
     "snapshots": {"arrays", "calls", "checked", "checks", "compiler", "decode", "decode_checks",
-                  "errors", "keys", "plan", "prefix", "prefix_plan", "prefix_tables"},
-    "prefix": {"arrays", "checked", "checks", "decode", "keys", "plan", "prefix_checks",
+                  "errors", "formats", "keys", "plan", "prefix", "prefix_plan", "prefix_tables"},
+    "prefix": {"arrays", "checked", "checks", "decode", "formats", "keys", "plan", "prefix_checks",
                "prefix_plan", "prefix_tables", "reference", "schedule"},
-    "prefix_tables": {"arrays", "checks", "keys"},
+    "prefix_tables": {"arrays", "checks", "formats", "keys"},
     "prefix_plan": {"arrays", "checks", "decode", "decode_checks", "keys", "plan", "reference"},
     "prefix_checks": {"arrays", "errors", "keys", "plan"},
-    "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "keys", "plan",
-              "reference"},
+    "slots": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "formats", "keys",
+              "numerics", "plan", "reference", "scratch"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
-    "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds", "keys",
-               "plan", "reference", "schedule", "scratch"},
+    "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds",
+               "formats", "keys", "plan", "reference", "schedule", "scratch"},
     "schedule": {"arrays", "compiler", "keys"},
     "calls": {"arrays", "checked", "checks", "plan"},
     "checked": {"arrays", "decode_checks", "errors", "folds", "keys", "plan"},
     "folds": {"arrays", "compiler", "decode_checks", "errors", "keys", "plan", "reference"},
-    "decode_checks": {"arrays", "checks", "errors", "keys", "plan", "scratch"},
+    "decode_checks": {"arrays", "checks", "errors", "formats", "keys", "plan", "scratch"},
     "scratch": {"arrays", "checks", "keys"},
     "plan": {"arrays", "compiler", "driver", "errors", "keys"},
     "driver": {"errors"},
     "compiler": {"errors", "keys"},
+    "formats": {"arrays", "checks", "keys"},
     "checks": {"arrays", "compiler", "keys"},
     "arrays": {"errors"},
-    "reference": {"numerics"},
+    "reference": {"numerics", "read_copy"},
+    "read_copy": {"numerics"},
     "numerics": set(),
     "keys": set(),
     "errors": set(),
@@ -70,15 +75,17 @@ MAY_IMPORT = {
     "demo": {"compiler", "demo_prefix", "demo_report", "errors", "layer_stack", "mamba2",
              "mamba2_weights", "speculative"},
     "demo_prefix": {"mamba2", "mamba2_weights", "speculative"},
-    "demo_report": {"arrays", "demo_prefix", "mamba2_weights", "speculative"},
+    "demo_report": {"arrays", "demo_prefix", "keys", "mamba2_weights", "speculative"},
     "speculative": {"mamba2", "reference"},
     "mamba2": {"arrays", "layer_stack", "mamba2_weights", "ops"},
     "mamba2_weights": {"errors", "keys"},
     "resources": {"compiler", "keys", "schedule"},
     # The frameworks, each in files of its own that nothing else imports.
-    "jax_ops": {"arrays", "compiler", "keys", "ops", "slots"},
+    "jax_ops": {"arrays", "checks", "jax_calls", "keys", "prefix_plan"},
+    "jax_calls": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "scratch",
+                  "slots", "snapshots", "stack_arrays"},
     "torch": {"checks", "keys", "layer_stack", "torch_ops"},
-    "torch_ops": {"arrays", "keys", "layer_stack", "ops", "slots"},
+    "torch_ops": {"arrays", "formats", "keys", "layer_stack", "ops", "slots"},
     "doctor": {"__init__", "compiler", "errors", "keys"},
 }  # fmt: skip
 # Beyond the standard library; all but the first two are optional and imported inside a function, or
@@ -91,7 +98,8 @@ LIBRARIES = {
     "demo_report": {"tqdm"},
     "doctor": {"numpy", "cupy", "cuda"},
     "folds": {"numpy"},
-    "jax_ops": {"jax"},
+    "jax_calls": {"jax"},
+    "jax_ops": {"jax", "numpy"},
     "layer_stack": {"numpy"},
     "mamba2": {"numpy"},
     "mamba2_weights": {"numpy", "ml_dtypes", "safetensors"},
@@ -101,6 +109,7 @@ LIBRARIES = {
     "prefix_checks": {"numpy"},
     "prefix_plan": {"numpy"},
     "prefix_tables": {"numpy"},
+    "read_copy": {"numpy", "ml_dtypes"},
     "reference": {"numpy"},
     "slot_files": {"numpy"},
     "slots": {"numpy"},
@@ -109,10 +118,16 @@ LIBRARIES = {
     "stack_arrays": {"numpy"},
     "torch": {"torch", "transformers"},
     "torch_ops": {"torch"},
+    "vllm_cache": {"numpy"},
 }
 ALWAYS_THERE = {"numpy", "ml_dtypes"}
 # Imported at their head.
-ADAPTERS = {"jax_ops": {"jax"}, "torch": {"torch", "transformers"}, "torch_ops": {"torch"}}
+ADAPTERS = {
+    "jax_calls": {"jax"},
+    "jax_ops": {"jax"},
+    "torch": {"torch", "transformers"},
+    "torch_ops": {"torch"},
+}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 
@@ -214,6 +229,7 @@ MAY_INCLUDE = {
     "convert.cuh": {"params.cuh", "ptx.cuh"},
     "replay.cuh": {"convert.cuh"},
     "fold.cuh": {"replay.cuh"},
+    "read_copy.cuh": {"replay.cuh"},
     "rows.cuh": {"replay.cuh"},
     "requests.cuh": {"rows.cuh"},
     "step.cuh": {"rows.cuh"},
@@ -221,6 +237,8 @@ MAY_INCLUDE = {
     "small.cuh": {"rows.cuh"},
     "weigh.cuh": {"small.cuh", "step.cuh"},
     "read_out.cuh": {"small.cuh", "step.cuh"},
+    "prepare.cuh": {"step.cuh"},
+    "copied.cuh": {"flush.cuh", "read_copy.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.
 SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}

@@ -21,16 +21,21 @@ CASE = Case(Shape("torch-ops", 4, 2, 64, 128), npredicted=2, max_window=6, num_s
 LAYERS = 2
 
 
-@pytest.fixture(params=["cpu", "cpu-kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
+
+
+@pytest.fixture(params=["cpu", "cpu-kernels", *GPUS])
 def device(request, monkeypatch) -> str:
-    """Where the tensors are; with "kernels" those of tests/host run on them."""
+    """Where the tensors are, the first GPU being the current one; with "kernels" those of
+    tests/host run on them."""
     name, _, kernels = request.param.partition("-")
     if kernels:
         from host.launcher import HostLauncher
 
         monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("PyTorch has no CUDA device")
+    needed, found = {"cuda": 1, "cuda:1": 2}.get(name, 0), torch.cuda.device_count()
+    if found < needed:
+        pytest.skip(f"needs {needed} GPUs that PyTorch can use, found {found}")
     return name
 
 
@@ -121,6 +126,24 @@ def test_operators_are_the_functions(device):
     assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
 
 
+def test_two_kernels(device):
+    """Scratch and algorithm go through both operators; the bits stay those of one kernel."""
+    mine, theirs = pools_on(device), pools_on(device)
+    handle, stack = handle_on(device), handle_on(device).stack
+    given, options = split(tokens_on(device))
+    scratch = ssm.allocate_scratch(3, 4, like=given[0])
+    two = {**scratch, "algorithm": "two-kernel", "enable_pdl": True}
+    right = ssm.checkpointing_ssu(*theirs.values(), *given, **options)
+    assert_equal(
+        [get(OPS.checkpointing_ssu(*mine.values(), *given, **options, **two))], [get(right)]
+    )
+    assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+    given, options = stack_tokens(device, 1)
+    out = handle.step(0, *given, **options, **two)
+    assert_equal([get(out)], [get(stack.step(0, *given, **options))])
+    assert_equal(contents(handle.stack), contents(stack))
+
+
 def test_plain_update(device):
     given, options = split(tokens_on(device))
     states = [pools_on(device)["state"] for _ in range(3)]
@@ -140,7 +163,9 @@ def test_handles_are_the_stack(device):
     for seed in range(4):
         given, options = stack_tokens(device, seed)
         for layer in range(LAYERS):
-            out = handle.step(layer, *given, **options)
+            written = torch.empty_like(given[0]) if seed % 2 else None
+            out = handle.step(layer, *given, **options, out=written)
+            assert written is None or out is written
             assert_equal([get(out)], [get(stack.step(layer, *given, **options))])
         handle.advance(options["slots"], accepted)
         stack.advance(options["slots"], accepted)
@@ -196,6 +221,7 @@ def calls_of_every_operator(device: str) -> tuple[dict[str, tuple[Any, ...]], An
         "selective_state_update.out": ((pools["state"], *given), options | {"out": out}),
         "advance_ring.default": ((*cursors, accepted, 2, None, slots), sizes),
         "stack_step.default": ((*named, 1, *tokens), stack_options),
+        "stack_step.out": ((*named, 0, *tokens), stack_options | {"out": torch.empty_like(out)}),
         "stack_advance.default": ((*named, slots, nothing, 2), {}),
         "stack_materialize.default": ((*named, slots, copies, nothing), {}),
         "stack_reset.default": ((*named, copies), {}),
@@ -209,6 +235,7 @@ NAMES = (
     "selective_state_update.out",
     "advance_ring.default",
     "stack_step.default",
+    "stack_step.out",
     "stack_advance.default",
     "stack_materialize.default",
     "stack_reset.default",
@@ -224,6 +251,88 @@ def test_opcheck(device, name):
     torch.library.opcheck(getattr(getattr(OPS, operator), overload), arguments, options)
 
 
+# --- What watches calls --------------------------------------------------------------------------
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "replayssm":
+            self.names.append(str(func).removeprefix("replayssm."))
+        return func(*args, **(kwargs or {}))
+
+
+def every_method(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any]) -> Any:
+    slots, out = options["slots"], torch.empty_like(given[0])
+    first = handle.step(0, *given, **options)
+    assert handle.step(1, *given, **options, out=out) is out
+    handle.advance(slots, torch.ones_like(slots), 2)
+    handle.materialize(slots, slots, torch.zeros_like(slots))
+    handle.reset(slots)
+    handle.reset()
+    return first, out
+
+
+METHODS = ["stack_step.default", "stack_step.out", "stack_advance.default",
+           "stack_materialize.default", "stack_reset.default", "stack_reset.default"]  # fmt: skip
+
+
+def test_dispatch_modes_see_operators(device):
+    """Eagerly the methods are the stack's own; the results are the same."""
+    watched, eager = handle_on(device), handle_on(device)
+    given, options = stack_tokens(device)
+    expected = every_method(eager, given, options)
+    with Seen() as seen:
+        results = every_method(watched, given, options)
+    assert seen.names == METHODS
+    assert_equal([*map(get, results)], [*map(get, expected)])
+    assert_equal(contents(watched.stack), contents(eager.stack))
+
+
+def test_tracers_see_operators():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    before = contents(handle.stack)
+    for mode in ("fake", "symbolic"):
+        trace = make_fx(
+            lambda *tensors: every_method(handle, tensors, options), tracing_mode=mode,
+            _allow_non_fake_inputs=True,
+        )  # fmt: skip
+        graph = trace(*given)
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        ours = [name.partition(".")[2] for name in targets if name.startswith("replayssm.")]
+        assert ours == METHODS
+    assert_equal(contents(handle.stack), before)
+    traced = torch.jit.trace(
+        lambda x: handle.step(0, x, *given[1:], **options), given[0], check_trace=False
+    )
+    assert "replayssm::stack_step" in str(traced.graph)
+
+
+def test_fake_tensors_have_shapes_alone():
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    fake = torch._subclasses.FakeTensorMode()
+    anchor = handle.anchor
+    before = contents(handle.stack)
+    try:
+        object.__setattr__(handle, "anchor", fake.from_tensor(anchor))
+        tensors = [fake.from_tensor(tensor) for tensor in given]
+        slots = fake.from_tensor(options["slots"])
+        out = handle.step(0, *tensors, slots=slots)
+    finally:
+        object.__setattr__(handle, "anchor", anchor)
+    assert type(out) is type(tensors[0]) and out.shape == given[0].shape
+    assert_equal(contents(handle.stack), before)
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 
@@ -231,7 +340,7 @@ def loop(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any
     """Steps, two advances that are the same call, and a step on what they leave."""
     first = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
     handle.advance(options["slots"], accepted, query_len=2)
-    handle.step(1, *given, **options)
+    first.append(handle.step(1, *given, **options, out=torch.empty_like(given[0])))
     handle.advance(options["slots"], accepted, query_len=2)
     handle.advance(options["slots"], accepted, query_len=2)
     second = [handle.step(layer, *given, **options) for layer in range(LAYERS)]
@@ -286,8 +395,10 @@ def test_compiled_functions_change_the_callers_tensors(device, backend):
 def test_handles_that_are_gone():
     handle = handle_on("cpu")
     number, anchor = handle.number, handle.anchor
+    assert number in torch_ops._stacks
     del handle
     gc.collect()
+    assert number not in torch_ops._stacks
     with pytest.raises(ValueError, match=rf"^stack: .* a live StackHandle, got {number}$"):
         OPS.stack_reset(number, anchor)
 
@@ -353,3 +464,36 @@ def test_reduce_overhead():
         assert_equal([get(out)], [get(loop(eager, given, options, accepted))])
     torch.cuda.synchronize()
     assert_equal(contents(handle.stack), contents(eager.stack))
+
+
+@pytest.mark.parametrize("state_format", ["float16+fp8", "float16+nvfp4"])
+def test_a_stack_with_read_copies(state_format):
+    """The same as over NumPy arrays, through the operator."""
+    import ml_dtypes
+
+    import replayssm_cupy as ssm
+
+    stack = torch_ops.layer_stack(
+        1, 3, 4, 64, 2, 128, npredicted=4, state_dtype=state_format, device="cpu"
+    )
+    own = ssm.LayerStack(1, 3, 4, 64, 2, 128, npredicted=4, state_dtype=state_format, device="cpu")
+    assert stack.state_dtype == own.state_dtype == state_format
+    handle, rng = torch_ops.StackHandle(stack), np.random.default_rng(0)
+    A = -np.ones(4, np.float32)
+    for _ in range(6):
+        x, B, C = (
+            rng.standard_normal((3, 4, *size)).astype(ml_dtypes.bfloat16)
+            for size in ((4, 64), (2, 128), (2, 128))
+        )
+        dt = rng.standard_normal((3, 4, 4)).astype(np.float32)
+        given = [torch.from_numpy(a.astype(np.float32)) for a in (x, dt, A, B, C)]
+        for place in (0, 3, 4):
+            given[place] = given[place].bfloat16()
+        y = handle.step(0, *given)
+        expected = own.step(0, x, dt, A, B, C)
+        assert np.array_equal(y.float().numpy(), expected.astype(np.float32))
+        handle.advance(None, torch.full((3,), 4, dtype=torch.int32), query_len=4)
+        own.advance(None, np.full(3, 4, np.int32))
+    assert np.array_equal(
+        stack.state_copies[0].view(torch.uint8), own.state_copies[0].view(np.uint8)
+    )

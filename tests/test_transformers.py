@@ -259,19 +259,23 @@ def test_other_states(state_dtype):
     assert not torch.equal(logits, right)
 
 
-def test_kernels_take_what_the_model_gives(monkeypatch):
+@pytest.mark.parametrize("family", PRESENT)
+def test_kernels_take_what_the_model_gives(family, monkeypatch):
     """Strides and alignment of a bfloat16 model: the kernels of tests/host and the reference."""
     from host.launcher import HostLauncher
 
-    model, ids = tiny("Mamba2", vocab=5, dtype="bfloat16"), prompt(vocab=5)
+    model, ids = tiny(family, 97, dtype="bfloat16"), prompt(2, 20)
 
     def run() -> Any:
-        cache = small(model, npredicted=4)
-        return greedy(model, ids, 12, cache=cache, prompt_lookup_num_tokens=3)
+        cache, logits = small(model, npredicted=4), []
+        with torch.no_grad():
+            for window in ids.split([12, 1, 4, 1, 2], 1):
+                logits.append(model(window, cache=cache).logits)
+        return torch.cat(logits, 1).float()
 
     expected = run()
     monkeypatch.setitem(plan.launchers, "cpu", HostLauncher())
-    assert torch.equal(run(), expected)
+    assert (run() - expected).norm() < 0.02 * expected.norm()
 
 
 # --- Errors --------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 EMU = pathlib.Path(__file__).resolve().parent / "emu"
 BUILDS = {
@@ -189,7 +191,19 @@ def environment_of(build: str) -> dict[str, str]:
 class Options(ctypes.Structure):
     """`emu::Options`."""
 
-    _fields_ = [("order", ctypes.c_int), ("seed", ctypes.c_uint), ("stacks", ctypes.c_void_p)]
+    _fields_ = [
+        ("order", ctypes.c_int),
+        ("seed", ctypes.c_uint),
+        ("stacks", ctypes.c_void_p),
+        ("late", ctypes.c_void_p),
+        ("late_count", ctypes.c_size_t),
+    ]
+
+
+class Late(ctypes.Structure):
+    """`emu::Late`."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("kept", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
 
 
 # The stacks of the emulated threads, one launch at a time: with a set for each module, or for each
@@ -214,9 +228,19 @@ class HostModule:
         shared_bytes: int,
         record: ctypes.Structure,
         options: Options,
+        late: Sequence[np.ndarray] = (),
     ) -> str | None:
-        """Run one grid to its end; the emulator's message if it fails."""
+        """Run one grid to its end; the emulator's message if it fails.
+
+        `late` are arrays that the kernel ahead writes when the kernel waits for it.
+        """
         triple = ctypes.c_uint * 3
+        kept = [np.empty(array.nbytes, np.uint8) for array in late]
+        of_late = (Late * len(late))(
+            *(Late(a.ctypes.data, k.ctypes.data, a.nbytes) for a, k in zip(late, kept, strict=True))
+        )
+        stacks, first = ctypes.addressof(_stacks), ctypes.addressof(of_late)
+        given = Options(options.order, options.seed, stacks, first, len(late))
         with _one_at_a_time:
             message = self._launch(
                 self.names.index(name),
@@ -225,6 +249,6 @@ class HostModule:
                 ctypes.c_size_t(shared_bytes),
                 ctypes.byref(record),
                 ctypes.c_size_t(ctypes.sizeof(record)),
-                ctypes.byref(Options(options.order, options.seed, ctypes.addressof(_stacks))),
+                ctypes.byref(given),
             )
         return None if message is None else message.decode()

@@ -19,19 +19,33 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The quickest first: a run stops at the first test that fails.
 SUITE = (
     "tests/host/test_edges.py",
+    "tests/host/test_early.py",
     "tests/host/test_forms.py",
+    "tests/test_two_kernels.py",
     "tests/test_kernels.py",
     "tests/test_conversions.py",
     "tests/test_stochastic.py",
     "tests/test_varlen.py",
     "tests/test_eight_bit.py",
+    "tests/test_copied.py",
     "tests/test_checked.py",
     "tests/host/test_histories.py",
 )
 
+# The first of two kernels is seen here at once.
+TWO_KERNEL_SUITE = ("tests/host/test_early.py", "tests/test_two_kernels.py")
+TWO_KERNEL_FILES = ("precompute.cu", "prepare.cuh")
+
 # The kernels of whole slots and the checks have tests of their own.
-SNAPSHOT_SUITE = ("tests/test_checked.py", "tests/test_snapshots.py", "tests/test_prefix.py")
+SNAPSHOT_SUITE = (
+    "tests/test_checked.py", "tests/test_snapshots.py", "tests/test_snapshot_errors.py",
+    "tests/test_slot_images.py", "tests/test_slot_use.py", "tests/test_prefix.py",
+)  # fmt: skip
+POSITION_SUITE = ("tests/test_vllm_cache.py",)
 SNAPSHOT_FILES = ("materialize.cu", "plan_materialize.cu", "copy_slots.cu", "check.cu")
+# States with a read copy have tests of their own, too.
+COPY_SUITE = ("tests/test_copied.py", "tests/test_conversions.py")
+COPY_FILES = ("copied.cuh", "read_copy.cuh")
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,56 @@ EDITS = {
         ("offset of the random bits in 32 bits", "static_cast<uint32_t>(offset >> 32)", "0u"),
         ("random field not masked to 13 bits", "field & 0x1fffu", "field"),
         ("codes share their random half", "(a.y, reversed >> 16)", "(a.y, word & 0xffffu)"),
+        ("magnitude of an upper e2m1 code", "codes >> 3 & 0x0e0e0e0eu", "codes >> 2 & 0x0e0e0e0eu"),
+        ("sign of an e2m1 code lost", " | (bits >> 28 & 8u)", ""),
+        ("e2m1 codes below 1 too coarse", "& 0x7f800000u, 0x3f800000u);", "& 0x7f800000u, 0u);"),
+        ("block scale for another largest code", "1.0f / 6.0f", "1.0f / 7.0f"),
+    ],
+    "positions.cu": [
+        ("position: not moved on", "position[0] = committed + 1;", ""),
+        ("position: all of a window kept", "min(max(accepted, 0), pending);", "pending;"),
+        ("position: rows of a flush still live", "replay::flushes(live, q, W) ? 0 : live", "live"),
+        ("position: the first row of the ring", "(committed - live) % L;", "0;"),
+        (
+            "position: flushes with one number",
+            "params.events[slot] = committed;",
+            "params.events[slot] = 1;",
+        ),
+        (
+            "position: seed not written",
+            "*params.rand_seed = params.seed;",
+            "*params.rand_seed = 0;",
+        ),
+        ("position: cleared halfway", "threadIdx.x < params.words", "threadIdx.x < 1"),
+        (
+            "position: rings of the first head cleared",
+            "i < params.heads[array] * words;",
+            "i < words;",
+        ),
+    ],
+    "copied.cuh": [
+        ("copied: flushes share their noise", "params.events != nullptr", "false"),
+        ("copied: unit of the codes left out", " * convert::kE2m1Unit", ""),
+        ("copied: block scales of the first row", "row * (kDstate / 16) + of_row", "of_row"),
+        ("copied: one block of a piece", "(4 * J + lane.t) + block;", "(4 * J + lane.t);"),
+        (
+            "copied: upper rows of the checkpoint folded twice",
+            "32 * (first + i) + 8 * h * kDstate",
+            "32 * (first + i)",
+        ),
+        ("copied: both rows stored in one place", "checkpoint + 8 * h * kDstate;", "checkpoint;"),
+        ("copied: both rows from the first", "rows[0][i] = rows[1][i];", "(void)i;"),
+        ("copied: the scale of one row", "scale + 8 * h, folded", "scale, folded"),
+    ],
+    "read_copy.cuh": [
+        (
+            "copied: blocks of eight columns",
+            "ptx::max_magnitude(amax, __shfl_xor_sync(kAllLanes, amax, 1));",
+            "amax;",
+        ),
+        ("copied: block scale of a broken row", "scale.stored(block.code)", "block.code"),
+        ("copied: scale of a row", "*scale = of_all.decode;", "*scale = 1.0f;"),
+        ("copied: codes of a row not scaled", "of_all.scaled(v[4 * J + i]);", "v[4 * J + i];"),
     ],
     "flush.cuh": [
         (
@@ -313,6 +377,12 @@ EDITS = {
         ("codes of row g + 8 scaled as row g", "scale[lane.g + 8 * (i >> 1)]", "scale[lane.g]"),
     ],
     "checkpointing_ssu.cu": [
+        ("copied: the head's first slab", "copy + first_row / kRows * Slab::kBytes", "copy"),
+        (
+            "copied: stride of the checkpoint",
+            "kCopied ? params.state_copy_head_stride : ",
+            "",
+        ),
         (
             "items of a group counted over all groups",
             "of_n - group * params.items_of_group;",
@@ -355,8 +425,8 @@ EDITS = {
         ),
         (
             "ring rows of B from row 0 on",
-            "next.group, window.start, window.live",
-            "next.group, 0, window.live",
+            "    }\n    group().copy_ring(params, of_item, next.group, window.start,",
+            "    }\n    group().copy_ring(params, of_item, next.group, 0,",
         ),
         (
             "ring rows of x from row 0 on",
@@ -370,7 +440,7 @@ EDITS = {
         ),
         (
             "new dt of a flush where the old ones have theirs",
-            "new_dt.put(dt(0) + first_token,",
+            "new_dt.put(dt(0) + first_token(window),",
             "new_dt.put(dt(0) + window.live,",
         ),
         (
@@ -406,7 +476,7 @@ EDITS = {
         ),
         (
             "stages of the item's first head",
-            "      item.state += params.state_head_stride * static_cast<int>(sizeof(State));\n",
+            "      item.state += bytes_to_next_head();\n",
             "",
         ),
         (
@@ -440,19 +510,6 @@ EDITS = {
             "t < window.q; t += spread_x.rows",
             "t < min(window.q, spread_x.rows); t += spread_x.rows",
         ),
-        (
-            "dead dt folded",
-            "live = row < window.live || (token",
-            "live = row < first_token || (token",
-        ),
-        ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
-        (
-            "heads share A",
-            "__shfl_sync(kAllLanes, constant, i);",
-            "__shfl_sync(kAllLanes, constant, 0);",
-        ),
-        ("heads share D", "constant, kHeadsOfItem + i);", "constant, kHeadsOfItem);"),
-        ("heads share dt", "live ? dt(i)[row] : 0.0f", "live ? dt(0)[row] : 0.0f"),
         (
             "heads share the weights of the first",
             "of_head(weights(i), weight_shape",
@@ -499,6 +556,146 @@ EDITS = {
             "params, listed);",
         ),
         ("padding always zeroed", "if (params.zero_padding) zero_padding", "zero_padding"),
+        (
+            "scratch read before it is there",
+            "take_item(0, kPrepared);",
+            "take_item(0, false);",
+        ),
+        (
+            "scratch not waited for",
+            "if constexpr (kPrepared) ptx::grid_dependency_wait();",
+            "",
+        ),
+        (
+            "weights from scratch over those at work",
+            "kPrepared && of_second ? params.heads_of_item : 0",
+            "0",
+        ),
+        (
+            "weights from scratch never change places",
+            "      second = !second;\n",
+            "",
+        ),
+        (
+            "scratch of the item's first head",
+            "of_item, next.head + i,\n",
+            "of_item, next.head,\n",
+        ),
+        (
+            "scratch copied by half of the pieces",
+            "to + 4 * place + 16 * k, scratch",
+            "to + 4 * place + 16 * (k / 2), scratch",
+        ),
+        (
+            "no B for a fold beside scratch",
+            "if (window.flush) {\n        group().copy_ring",
+            "if (false) {\n        group().copy_ring",
+        ),
+        (
+            "step begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n  ptx::grid_dependency_launch();",
+            "  ptx::grid_dependency_launch();",
+        ),
+    ],
+    "prepare.cuh": [
+        (
+            "dead dt folded",
+            "live = row < window.live || (token",
+            "live = row < first_token(window) || (token",
+        ),
+        ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
+        (
+            "heads share A",
+            "__shfl_sync(kAllLanes, constant, i);",
+            "__shfl_sync(kAllLanes, constant, 0);",
+        ),
+        ("heads share D", "constant, kHeadsOfItem + i);", "constant, kHeadsOfItem);"),
+        ("heads share dt", "dt[2 * kRows * i + row]", "dt[row]"),
+        (
+            "scratch of the first sequence",
+            "n = request.row * params.nheads + head;",
+            "n = head;",
+        ),
+        (
+            "scratch of one token",
+            "cb_scaled_words), kRows / 4 * window.q);",
+            "cb_scaled_words), 4);",
+        ),
+        ("decays of four tokens in scratch", "(window.q + 3) / 4);", "min(window.q, 1));"),
+        (
+            "no weights of a flush in scratch",
+            "  if (window.flush) {\n    copy(",
+            "  if (false) {\n    copy(",
+        ),
+        (
+            "no fold in scratch",
+            "(shape.words() - shape.old_rows()) / 4);",
+            "(shape.fold() - shape.old_rows()) / 4);",
+        ),
+    ],
+    "precompute.cu": [
+        (
+            "precompute: groups are the first",
+            "group = blockIdx.y / blocks_of_group;",
+            "group = 0;",
+        ),
+        (
+            "precompute: heads are a group's first eight",
+            "head = group * p.heads_per_group + first;",
+            "head = group * p.heads_per_group;",
+        ),
+        (
+            "precompute: heads end behind their group",
+            "heads = min(kHeadsOfItem, p.heads_per_group - first);",
+            "heads = kHeadsOfItem;",
+        ),
+        (
+            "precompute: dt of the ring from row 0 on",
+            "ring_row(window.start, lane.index & 15",
+            "ring_row(0, lane.index & 15",
+        ),
+        (
+            "precompute: B of the ring from row 0 on",
+            "group, window.start, window.live,",
+            "group, 0, window.live,",
+        ),
+        (
+            "precompute: old dt of the first head",
+            "dt_ring(params, request.slot, head + i)",
+            "dt_ring(params, request.slot, head)",
+        ),
+        (
+            "precompute: old rows of a flush take the new ones' products",
+            "products() + kRows * shape.tokens, rows(), window",
+            "products(), rows(), window",
+        ),
+        ("precompute: C keeps its scales", "prepare_C<kScaled>(", "prepare_C<false>("),
+        (
+            "precompute: scratch of the first head",
+            "request, head + i,\n",
+            "request, head,\n",
+        ),
+        (
+            "precompute: copies not waited for",
+            "  ptx::cp_async_wait<0>();\n  __syncwarp();\n  block",
+            "  __syncwarp();\n  block",
+        ),
+        (
+            "precompute: lanes wait for their own copies only",
+            "  ptx::cp_async_wait<0>();\n  __syncwarp();\n  block",
+            "  ptx::cp_async_wait<0>();\n  block",
+        ),
+        (
+            "precompute: stored before the weights are there",
+            "make_weights(new_dt, constant);\n  __syncwarp();",
+            "make_weights(new_dt, constant);",
+        ),
+        (
+            "precompute: begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n",
+            "",
+        ),
+        ("precompute: padding not left alone", "if (request.slot < 0) return;", ""),
     ],
     "small.cuh": [
         (
@@ -618,8 +815,8 @@ EDITS = {
         ("small: unseen rows added", "!= kUnseen) sums", "!= 0u) sums"),
         (
             "small: weights not waited for",
-            "if (first == 0) ptx::barrier_sync<1>(params.threads);\n      add",
-            "if (first == 0) ptx::barrier_arrive<1>(params.threads);\n      add",
+            "wait_for_sums(sums);\n        ptx::barrier_sync<1>",
+            "wait_for_sums(sums);\n        ptx::barrier_arrive<1>",
         ),
         (
             "small: decay of the first token",
@@ -662,6 +859,16 @@ EDITS = {
         ("small: one of two chains of products", "acc[i][t].x + acc[i][t].y;", "acc[i][t].x;"),
     ],
     "checkpointing_ssu_small.cu": [
+        (
+            "small: begun before the kernel ahead has ended",
+            "  ptx::grid_dependency_wait();\n",
+            "",
+        ),
+        (
+            "small: prefetches of slots that are not there",
+            "if (slot >= static_cast<unsigned>(params.num_slots)) return;",
+            "",
+        ),
         (
             "small: folded before all have read",
             "__syncthreads();  // the weights are there, and all have read the checkpoint",
@@ -733,6 +940,12 @@ EDITS = {
         ("accepted replace the live rows", "prev += kept;", "prev = kept;"),
     ],
     "slots.cu": [
+        ("copied: slab of a loaded row", "p / replay::kRows * replay", "p / 32 * replay"),
+        (
+            "copied: loaded from the first columns",
+            "* params.dstate + column + 2 * i;",
+            "* params.dstate + 2 * i;",
+        ),
         (
             "reset empties the first head only",
             "head * params.state_head_strides[layer]",
@@ -771,6 +984,16 @@ EDITS = {
         ),
     ],
     "materialize.cu": [
+        (
+            "copied: snapshot of the first slab only",
+            "if constexpr (kTwice) {\n      copy +=",
+            "if constexpr (kTwice) {\n      copy -=",
+        ),
+        (
+            "copied: only state and scales are copied",
+            "lane.index; i < vectors; i += 32",
+            "vectors; i < vectors; i += 32",
+        ),
         (
             "active list not read",
             "request = params.active_request_indices[request * "
@@ -816,7 +1039,11 @@ EDITS = {
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
         ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
-        ("slabs of wide states never asked for", "if (!kAsksEarly<State, Act> &&", "if (false &&"),
+        (
+            "slabs of wide states never asked for",
+            "if (!kAsksEarly<State, Act, Copy> &&",
+            "if (false &&",
+        ),
         ("snapshot skips requests", "layers, ++position;", "layers, position += 2;"),
         (
             "B of the first group",
@@ -904,8 +1131,14 @@ FAULTS = tuple(Fault(file, *edit) for file, edits in EDITS.items() for edit in e
 
 def suite_of(fault: Fault) -> tuple[str, ...]:
     """The tests that may see a fault, the likeliest first."""
+    if fault.file == "positions.cu":
+        return POSITION_SUITE
+    if fault.file in COPY_FILES or fault.name.startswith("copied"):
+        return COPY_SUITE + POSITION_SUITE
     if fault.file == "fold.cuh":  # steps and snapshots share it
-        return SUITE[:2] + SNAPSHOT_SUITE
+        return SUITE[:3] + SNAPSHOT_SUITE
+    if fault.file in TWO_KERNEL_FILES:
+        return TWO_KERNEL_SUITE + SUITE
     return SNAPSHOT_SUITE if fault.file in SNAPSHOT_FILES else SUITE + SNAPSHOT_SUITE
 
 

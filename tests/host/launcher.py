@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from host.builder import HostModule, Options, compile_kernels
 
@@ -47,6 +49,7 @@ class HostLauncher:
         self.options = Options(ORDERS.index(order), seed)
         self.sources = pathlib.Path(sources or os.environ.get("REPLAYSSM_HOST_SOURCES", CUDA))
         self.build = build or os.environ.get("REPLAYSSM_HOST_BUILD", "plain")
+        self.late: Callable[[Plan], Sequence[np.ndarray]] = lambda plan: ()
         self._modules: dict[tuple[str, str], HostModule] = {}
 
     def prepare(self, source: str, names: list[str]) -> None:
@@ -67,12 +70,16 @@ class HostLauncher:
             decode._plans.clear()
 
     def launch(self, plan: Plan, stream: int) -> None:
-        """Run a plan; its record is the parameter that cuLaunchKernel would copy."""
+        """Run a plan; its record is the parameter that cuLaunchKernel would copy.
+
+        A dependent launch finds all bits set in the packed arrays `late(plan)` until it waits.
+        """
         del stream
         key = plan.key
         self.run(
-            key.source, key.name_expression, plan.grid, plan.block, plan.shared_bytes, plan.record
-        )
+            key.source, key.name_expression, plan.grid, plan.block, plan.shared_bytes, plan.record,
+            self.late(plan) if plan.pdl else (),
+        )  # fmt: skip
 
     def run(
         self,
@@ -82,11 +89,25 @@ class HostLauncher:
         block: tuple[int, int, int],
         shared_bytes: int,
         record: ctypes.Structure,
+        late: Sequence[np.ndarray] = (),
     ) -> None:
         """Run `name` of `source`, which may be a kernel that no plan knows."""
         if (source, name) not in self._modules:
             self.prepare(source, [name])
         module = self._modules[source, name]
-        message = module.launch(name, grid, block, shared_bytes, record, self.options)
+        message = module.launch(name, grid, block, shared_bytes, record, self.options, late)
         if message is not None:
             raise EmulationError(f"{name}: {message}")
+
+
+def scratch_of(plan: Plan) -> list[np.ndarray]:
+    """The bytes that the second of two kernels reads, as the plan's record has them."""
+    record = plan.record
+    return [
+        np.frombuffer((ctypes.c_ubyte * (4 * record.batch * record.nheads * words)).from_address(p))
+        for p, words in (
+            (record.cb_scaled, record.cb_scaled_words),
+            (record.cumAdt_vec, record.cumAdt_vec_words),
+            (record.cb_old, record.cb_old_words),
+        )
+    ]

@@ -15,12 +15,21 @@ from conftest import choose_form
 from oracles import Recurrence, bits, live_rows_of_batch, poison_dead_rows, relative_l2
 from runs import STATES, NumPyBackend, Run, Stored, make_stored, replayed
 
-from host.launcher import ORDERS, HostLauncher
-from replayssm_cupy import decode, schedule
-from replayssm_cupy.keys import SCALED_DTYPES, CheckpointingSsuKey, SmallCheckpointingSsuKey
+from host.launcher import ORDERS, HostLauncher, scratch_of
+from replayssm_cupy import allocate_scratch, decode, schedule
+from replayssm_cupy.keys import (
+    SCALED_DTYPES,
+    CheckpointingSsuKey,
+    PreparedCheckpointingSsuKey,
+    SmallCheckpointingSsuKey,
+)
 from replayssm_cupy.schedule import MOST_PLACES, Processor, Spread, most_quads
 
-KEYS = {"stream": CheckpointingSsuKey, "small": SmallCheckpointingSsuKey}
+KEYS = {
+    "stream": CheckpointingSsuKey,
+    "small": SmallCheckpointingSsuKey,
+    "two kernels": PreparedCheckpointingSsuKey,
+}
 # Of 17 sequences of two groups of three heads: an item of the streaming form has a whole group, two
 # heads and then one, or one.
 HEADS = {1: 3, 3: 2, 500: 1}
@@ -47,7 +56,14 @@ def in_form(monkeypatch):
         processor = Processor(count, 227 << 10)
         monkeypatch.setattr(decode, "processor", lambda device: processor)
         after = Run(NumPyBackend(), pools, case.max_window)
-        with HostLauncher(order).installed():
+        launcher = HostLauncher(order)
+        if form == "two kernels":
+            batch = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else len(step.x)
+            scratch = allocate_scratch(batch, case.shape.nheads, device="cpu")
+            options |= {"algorithm": "two-kernel", **scratch}
+            # The second kernel must not read before it waits.
+            launcher.late = scratch_of
+        with launcher.installed():
             out = after.step(step, np.float32, **options)
             (plan,) = decode._plans.values()
         assert type(plan.key) is KEYS[form]
@@ -106,10 +122,11 @@ def test_batch_beyond_one_list(in_form, dtype):
     exact = exact_outputs(pools, step)
     small = in_form("small", case, pools, step)
     assert relative_l2(small[0], exact) <= OUT_TOLERANCE
-    for order in ORDERS[:2]:
-        stream = in_form("stream", case, pools, step, order=order)
-        assert_stored_alike(small, stream)
-        assert relative_l2(stream[0], exact) <= OUT_TOLERANCE
+    for form in ("stream", "two kernels"):
+        for order in ORDERS[:2]:
+            other = in_form(form, case, pools, step, order=order)
+            assert_stored_alike(small, other)
+            assert relative_l2(other[0], exact) <= OUT_TOLERANCE
 
 
 def test_more_heads_than_lanes(in_form):
@@ -117,8 +134,8 @@ def test_more_heads_than_lanes(in_form):
     rng = np.random.default_rng(2)
     pools, step = full_pools(case, rng), make_step(case, 3, rng)
     runs = [in_form(form, case, pools, step) for form in KEYS]
-    assert_stored_alike(*runs)
     for run in runs:
+        assert_stored_alike(runs[0], run)
         assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
 
 
@@ -167,10 +184,11 @@ def test_forms_agree(in_form, dtype, tokens):
         streams = []
         for count, heads in HEADS.items():
             for order in ORDERS:
-                stream = in_form("stream", case, pools, step, count, order, **options)
                 most = 1 if dtype == "float32" else 3 if dtype in SCALED_DTYPES else 2
-                assert stream[2].record.heads_of_item == min(heads, most)
-                streams.append(stream)
+                for form in ("stream", "two kernels"):
+                    stream = in_form(form, case, pools, step, count, order, **options)
+                    assert stream[2].record.heads_of_item == min(heads, most)
+                    streams.append(stream)
         assert relative_l2(streams[0][0], expected) <= OUT_TOLERANCE
         assert_stored_alike(first, streams[0])
         for stream in streams[1:]:

@@ -36,6 +36,41 @@ __global__ void value_probe(const __grid_constant__ ProbeParams params) {
   }
 }
 
+// out = the word of the eight codes of x[8 i] and those behind it.
+__global__ void e2m1_probe(const __grid_constant__ ProbeParams params) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < params.count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    float v[8];
+    for (int k = 0; k < 8; ++k) v[k] = params.x[8 * i + k];
+    params.out[i] = convert::pack_e2m1(v);
+  }
+}
+
+// out = the code of a block's scale whose largest magnitude is x, or what its values are multiplied
+// by.
+template <bool kInverse>
+__global__ void block_scale_probe(const __grid_constant__ ProbeParams params) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < params.count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const convert::BlockScale scale = convert::block_scale(params.x[i]);
+    params.out[i] = kInverse ? __float_as_uint(scale.inverse) : scale.code;
+  }
+}
+
+// out[4 i ...] = the pairs that the eight codes in `field` stand for, times the block scale in the
+// bits of x.
+__global__ void e2m1_value_probe(const __grid_constant__ ProbeParams params) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < params.count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    uint32_t pairs[4];
+    convert::unpack_e2m1(params.field[i], pairs);
+    const uint32_t scale = convert::block_scale_pair(__float_as_uint(params.x[i]));
+    for (int k = 0; k < 4; ++k) {
+      params.out[4 * i + k] = convert::multiply_halves(pairs[k], scale);
+    }
+  }
+}
+
 // out[4 i ...] = the words of Philox at offset field[i] under the seed in x's bits.
 template <int kRounds>
 __global__ void philox_probe(const __grid_constant__ ProbeParams params) {

@@ -27,10 +27,18 @@ struct Error : std::runtime_error {
 
 enum Order : int { kForward = 0, kReverse = 1, kShuffled = 2 };
 
+// Memory that the kernel ahead writes only when it is waited for; `kept` has as many bytes.
+struct Late {
+  unsigned char *data, *kept;
+  size_t bytes;
+};
+
 struct Options {
   int order = kForward;     // of lanes, warps and blocks; async copies land late, early or either
   unsigned seed = 0;        // of kShuffled
   void** stacks = nullptr;  // of kMaxThreads fibers; all modules share them
+  const Late* late = nullptr;
+  size_t late_count = 0;
 };
 
 struct AsyncCopy {  // the source is read at the issue, `dst` is written when the copy lands
@@ -95,6 +103,9 @@ void block_barrier();
 
 // The caller arrives at barrier `id`, which opens for `threads` of them; it waits there or goes on.
 void named_barrier(int id, unsigned threads, bool wait);
+
+// Behind it a thread sees what the kernel ahead writes; before, all bits there are set.
+void wait_for_kernel_ahead();
 
 // Every lane of `mask` brings `bytes` bytes. The last to arrive passes all of them through
 // `finish`, then every lane gets all of them back.

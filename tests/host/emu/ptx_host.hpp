@@ -84,6 +84,9 @@ inline unsigned ld_global_u16(const void* p) { return *static_cast<const uint16_
 inline uint2 ld_global_v2(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline uint32_t ld_relaxed_gpu_u32(const void* p) { return ld_global_u32(p); }
+// A read, so that AddressSanitizer sees where it goes.
+inline void prefetch_L2(const void* p) { (void)*static_cast<const volatile unsigned char*>(p); }
 
 // -------------------------------------------------------------------------------- shared memory
 
@@ -99,7 +102,7 @@ inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
 
 inline unsigned zero_of_lane() { return 0; }
-inline void keep_order(float) {}
+inline void known_now(float) {}
 inline void keep_order() {}
 inline long long mul_wide(int a, int b) { return static_cast<long long>(a) * b; }
 template <class T>
@@ -228,13 +231,18 @@ inline void cp_async_bulk(smem_t dst, const void* src, unsigned bytes, smem_t ba
 
 // ------------------------------------------------------------------- programmatic dependent launch
 
-inline void grid_dependency_wait() {}
+constexpr bool kHasDependentLaunch = true;
+inline void grid_dependency_wait() { emu::wait_for_kernel_ahead(); }
 inline void grid_dependency_launch() {}
+inline void fence_acq_rel_gpu() {}
 
 constexpr bool kHasE4m3Cvt = false;
 inline void cvt_f16x2_e4m3x2(unsigned& low, unsigned& high, unsigned codes) {
   throw emu::Error("no cvt.e4m3x2 here");
 }
+
+constexpr bool kHasE2m1Cvt = false;
+inline unsigned cvt_e2m1x2(const float (&v)[8]) { throw emu::Error("no cvt.e2m1x2 here"); }
 
 // The CPU has no stochastic conversion; convert.cuh takes its own.
 constexpr bool kHasStochasticCvt = false;
