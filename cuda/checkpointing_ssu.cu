@@ -25,11 +25,6 @@ template <class State, int kDstate>
 constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 2 : 1;
 constexpr int kStages = 2;
 
-// n / d where n * d < 2^44 and n / d < 2^20; `inverse` is 2^44 / d, rounded up.
-__device__ __forceinline__ unsigned divide(unsigned n, int64_t inverse) {
-  return static_cast<unsigned>(static_cast<uint64_t>(n) * static_cast<uint64_t>(inverse) >> 44);
-}
-
 // Heads of one group of sequence n, from `head` on. `state` is the lane's first byte of a head.
 struct Item {
   int n, group, head, heads;

@@ -1,339 +1,208 @@
-// The step of checkpointing_ssu.cu for few heads, where time is latency: the same phases, so the
-// same bits, in another order. Grid: one block per batch row (x), head (y) and part of the head
-// (z); one warp per slab of 16 rows p, and two that prepare the weights meanwhile. The ring's rows
-// lie in shared memory by their places in the ring, so that nothing waits for the cursors but the
-// weights. Dead rows come along and are never used.
-#include "copied.cuh"
-#include "prepare.cuh"
+// The step of checkpointing_ssu.cu for few heads, where time is latency. What it stores is the same
+// bit for bit; its outputs are fp32 sums in another order.
+//
+// Grid: one block per batch row (x), head (y) and part of the head (z). Eight lanes share a row,
+// and warps have one of two tasks. State warps ask for rows p of the checkpoint, and for x of the
+// ring, as soon as the slot is known, and sum S C_t. Weight warps ask for rows of B meanwhile, and
+// compute what each row weighs in each output. Then the state warps add the rows up, and the weight
+// warps append the new ones. Ring rows go by their places in the ring, so that no load waits for
+// the cursors. Dead rows come along and are never used.
+// Outputs come from the checkpoint as it was and from all rows, so a flush only adds work: at the
+// end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time.
+#include "flush.cuh"
+#include "read_out.cuh"
+#include "weigh.cuh"
 
 using namespace replay;
 
-// What is read is a copy of the checkpoint where their types differ.
-template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint>
-struct Head {
-  using Slab = SlabTile<State, kDstate>;
-  static constexpr bool kCopied = !convert::same<State, Checkpoint>;
+// ---- before the kernel ahead has ended ----------------------------------------------------------
 
-  const CheckpointingSsuParams& params;
-  const Lane lane;
-  const int warp, slabs;  // of the block; two warps behind them prepare
-  const unsigned head;
-  const int first_row;
-  const TileShape<Act, kDstate> shape;
-  const WeightShape weight_shape;
-  unsigned char* const memory;
+template <class T>
+__device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, int rows,
+                                              int elements) {
+  constexpr int kOfLine = 128 / sizeof(T);
+  for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+    for (int k = 0; k < elements; k += kOfLine) ptx::prefetch_L2(first + i * stride + k);
+  }
+}
 
-  __device__ __forceinline__ Head(const CheckpointingSsuParams& p, unsigned char* of_block,
-                                  unsigned h, int part)
-      : params(p),
-        warp(threadIdx.x >> 5),
-        slabs(static_cast<int>(blockDim.x >> 5) - 2),
-        head(h),
-        first_row(part * slabs * kRows),
-        shape(p, p.ring_buffer_len),
-        weight_shape{p.npredicted},
-        memory(of_block) {}
+// Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but that
+// later reads are faster, so the slot may be one of before.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
+  const int row = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * params.rows_of_block;
+  unsigned slot = row;
+  if (params.slots != nullptr) {
+    const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
+    slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
+  }
+  if (slot >= static_cast<unsigned>(params.num_slots)) return;
+  const unsigned group = divide(head, params.inverse_heads_per_group);
+  const int rows = params.ring_buffer_len;
+  prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
+  prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
+  const State* state = static_cast<const State*>(params.state) + slot * params.state_slot_stride +
+                       head * params.state_head_stride + first_row * kDstate;
+  prefetch_rows(state, kDstate, min(params.rows_of_block, params.head_dim - first_row), kDstate);
+  prefetch_rows(x_ring<Act>(params, slot, head), params.x_cache_row_stride, rows, params.head_dim);
+  prefetch_rows(B_ring<Act>(params, slot, group), params.B_cache_row_stride, rows, kDstate);
+  prefetch_rows(dt_ring(params, slot, head), params.dt_cache_row_stride, rows, 1);
+}
 
-  __device__ __forceinline__ float* floats(int place) const {
-    return reinterpret_cast<float*>(memory + place);
+// ---- flush: all warps ---------------------------------------------------------------------------
+
+template <class State, class Act, int kDstate, int kTokens>
+struct FoldWarp : Block<kTokens> {
+  using Base = Block<kTokens>;
+  using Base::first_row, Base::request;
+  using Base::params, Base::shared, Base::warp, Base::head, Base::group;
+
+  __device__ __forceinline__ FoldWarp(const Base& block, const Request& of_block) : Base(block) {
+    request = of_block;
   }
-  __device__ __forceinline__ float* outputs() const { return floats(params.at_outputs); }
-  __device__ __forceinline__ float* products() const { return floats(params.at_products); }
-  __device__ __forceinline__ float* scales_of_C() const { return floats(params.at_scales_of_C); }
-  __device__ __forceinline__ float* dt() const {  // of the ring, then of the new tokens
-    return floats(params.at_dt);
+
+  // What a warp folds at a time: 16 rows of a slab, and of them 16 bytes a lane, or 8 of an 8-bit
+  // state. Lane 4 g + t has rows g and g + 8.
+  struct Piece {
+    static constexpr int kPairs = sizeof(State) == 4 ? 2 : 4, kColumns = 2 * kPairs;
+    static constexpr int kCount = kDstate / (4 * kColumns);  // of a slab
+    float2 v[2][kPairs];
+    State* to;
+  };
+
+  // x of the old rows of a slab as an A operand.
+  __device__ __forceinline__ void load_x(uint32_t (&x)[4], int p, const RowMap& map,
+                                         const Lane& at) const {
+    const Act* ring = x_ring<Act>(params, request.slot, head) + p + at.g;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t halves[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int j = map.old_row(request.window, 2 * at.t + 8 * (i >> 1) + e);
+        const Act* from = ring + row_offset(j, params.x_cache_row_stride) + 8 * (i & 1);
+        halves[e] = *reinterpret_cast<const unsigned short*>(from);
+      }
+      x[i] = halves[0] | halves[1] << 16;
+    }
   }
-  __device__ __forceinline__ float* weights() const { return floats(params.at_weights); }
-  __device__ __forceinline__ float* scales() const {  // of the warp's slab
-    return floats(params.at_scales) + warp * kRows;
+
+  // B of the old rows as operands of a piece, see `prepare_B`. `column` is the lane's first.
+  template <int kPairs>
+  __device__ __forceinline__ void load_B(uint32_t (&b)[2][kPairs], int column, const RowMap& map,
+                                         const Lane& at) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int j = map.old_row(request.window, 8 * i + at.g);
+      load_words(b[i], B_ring<Act>(params, request.slot, group) +
+                           row_offset(j, params.B_cache_row_stride) + column);
+#pragma unroll
+      for (int r = 0; r < kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
+    }
   }
-  // ring_start, prev_num_accepted_tokens.
-  __device__ __forceinline__ int* cursors() const {
-    return reinterpret_cast<int*>(memory + params.at_cursors);
+
+  __device__ __forceinline__ float* scale_of(int p) const {
+    return params.state_scale +
+           static_cast<unsigned>(request.slot) * params.state_scale_slot_stride +
+           head * params.state_scale_head_stride + p;
   }
-  __device__ __forceinline__ HeadTile<Act, kDstate> head_rows() const {
-    return {memory + params.at_head, shape};
+
+  // Folds the old rows into piece n of the slab whose first row is p.
+  __device__ __forceinline__ void fold(Piece& piece, int p, int n, const Lane& at) const {
+    constexpr int kPairs = Piece::kPairs;
+    const RowMap map = {request.window.start, params.ring_buffer_len};
+    const int column = (4 * n + at.t) * Piece::kColumns;
+    piece.to = static_cast<State*>(params.state) +
+               static_cast<unsigned>(request.slot) * params.state_slot_stride +
+               head * params.state_head_stride + (p + at.g) * kDstate + column;
+    uint32_t x[4], b[2][kPairs], stored[2][4] = {};
+    constexpr int kWords = Piece::kColumns * sizeof(State) / 4;
+    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), piece.to);
+    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), piece.to + 8 * kDstate);
+    load_x(x, p, map, at);
+    load_B(b, column, map, at);
+    const Fold<State> rows = prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), x);
+    float decay[2] = {rows.decay, rows.decay};
+    if constexpr (convert::kScaled<State>) {
+      const float* scale = scale_of(p + at.g);
+      decay[0] *= scale[0], decay[1] *= scale[8];
+    }
+    fold_piece<State, Act>(
+        piece.v[0], piece.v[1], make_uint4(stored[0][0], stored[0][1], stored[0][2], stored[0][3]),
+        make_uint4(stored[1][0], stored[1][1], stored[1][2], stored[1][3]),
+        [&](int q) { return make_uint4(b[0][q], b[1][q], b[0][q + 1], b[1][q + 1]); }, decay, rows);
   }
-  __device__ __forceinline__ Slab slab() const { return {memory + warp * Slab::kBytes}; }
-  __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
-    return {memory + params.at_group, shape};
-  }
-  __device__ __forceinline__ bool prepares_C() const { return warp == slabs; }
-  __device__ __forceinline__ bool prepares_dt() const { return warp == slabs + 1; }
-  __device__ __forceinline__ Spread spread_B() const {
-    return Spread(threadIdx.x - 32 * slabs, 64, kDstate / 8);
-  }
-  __device__ __forceinline__ Spread spread_x() const {
-    return Spread(threadIdx.x, 32 * slabs, params.head_dim / 8);
-  }
-  __device__ __forceinline__ bool has_slab() const {
-    return warp < slabs && first_row + warp * kRows < params.head_dim;
-  }
-  __device__ __forceinline__ int row_of_warp() const { return first_row + warp * kRows; }
-  __device__ __forceinline__ Checkpoint* checkpoint(const Request& request) const {
-    const unsigned slot = request.slot;
-    return static_cast<Checkpoint*>(params.state) + slot * params.state_slot_stride +
-           head * params.state_head_stride + row_of_warp() * kDstate;
-  }
-  __device__ __forceinline__ State* state(const Request& request) const {
-    if constexpr (kCopied) {
-      const unsigned slot = request.slot;
-      return static_cast<State*>(params.state_copy) + slot * params.state_copy_slot_stride +
-             head * params.state_copy_head_stride + row_of_warp() / kRows * Slab::kBytes;
+
+  __device__ __forceinline__ void run() const {
+    constexpr int kPieces = Piece::kCount;
+    const Lane at;
+    const int warps = params.threads / 32, pieces = Base::rows_of_block() / kRows * kPieces;
+    __syncthreads();  // the weights are there, and all have read the checkpoint
+    if constexpr (convert::kScaled<State>) {
+      const int at_once = warps & ~(kPieces - 1);  // whole slabs
+      for (int first = 0; first < pieces; first += at_once) {
+        flush_scaled(first + warp, warp < at_once && first + warp < pieces, at);
+      }
     } else {
-      return checkpoint(request);
-    }
-  }
-  __device__ __forceinline__ float* scale(const Request& request) const {
-    const unsigned slot = request.slot;
-    return params.state_scale + slot * params.state_scale_slot_stride +
-           head * params.state_scale_head_stride + row_of_warp();
-  }
-
-  // Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but
-  // that later reads are faster, so the slot may be one of before.
-  __device__ __forceinline__ void prefetch(int row) const {
-    unsigned slot = row;
-    if (params.slots != nullptr) {
-      const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
-      slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
-    }
-    if (slot >= static_cast<unsigned>(params.num_slots)) return;
-    const unsigned group = head / params.heads_per_group;
-    const int rows = params.ring_buffer_len, slab_rows = slabs * kRows;
-    prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
-    prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
-    if constexpr (!kCopied) {
-      const State* state = static_cast<const State*>(params.state) +
-                           slot * params.state_slot_stride + head * params.state_head_stride +
-                           first_row * kDstate;
-      prefetch_rows(state, kDstate, min(slab_rows, params.head_dim - first_row), kDstate);
-    }
-    prefetch_rows(x_ring<Act>(params, slot, head), params.x_cache_row_stride, rows,
-                  params.head_dim);
-    prefetch_rows(B_ring<Act>(params, slot, group), params.B_cache_row_stride, rows, kDstate);
-    prefetch_rows(dt_ring(params, slot, head), params.dt_cache_row_stride, rows, 1);
-  }
-
-  template <class T>
-  __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, int rows,
-                                                int elements) const {
-    constexpr int kOfLine = 128 / sizeof(T);
-    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-      for (int k = 0; k < elements; k += kOfLine) ptx::prefetch_L2(first + i * stride + k);
-    }
-  }
-
-  // Starts the copies of what belongs to the slot.
-  __device__ __forceinline__ void ask_for_slot(const Request& request) const {
-    if (has_slab()) {
-      const auto* from = reinterpret_cast<const unsigned char*>(state(request)) + 16 * lane.index;
-      slab().template copy<32>(from, lane.index);
-      if (convert::kScaled<State> && lane.index < kRows) {
-        ptx::cp_async4(ptx::to_smem(scales() + lane.index), scale(request) + lane.index);
-      }
-    }
-    const int rows = params.ring_buffer_len;
-    if (warp < slabs) {
-      head_rows().copy_ring(params, request, head, 0, rows, spread_x());
-      return;
-    }
-    group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread_B());
-    if (!prepares_dt()) return;
-    if (lane.index < 2) {
-      ptx::cp_async4(ptx::to_smem(cursors() + lane.index),
-                     lane.index == 0 ? ring_start_of(params, request.slot)
-                                     : live_rows_of(params, request.slot));
-    }
-    const float* ring = dt_ring(params, request.slot, head);
-    for (int j = lane.index; j < rows; j += 32) {
-      ptx::cp_async4(ptx::to_smem(dt() + j), ring + row_offset(j, params.dt_cache_row_stride));
-    }
-  }
-
-  // Starts the copies of the new tokens.
-  __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
-    if (warp < slabs) {
-      head_rows().copy_tokens(params, request, head, spread_x());
-    } else {
-      group().copy_tokens(params, request, head / params.heads_per_group, spread_B());
-    }
-  }
-
-  // Products of C and B, and then C beside the state's codes, and B as operands of a fold.
-  __device__ __forceinline__ void prepare_rows(const Window& window, const RowMap& map) const {
-    put_products<Act, kDstate, kTokenTiles>(products(), group(), window, lane,
-                                            [&](int j) { return map.row(window, j); });
-    if (window.flush) {
-      put_products<Act, kDstate, kTokenTiles>(products() + kRows * shape.tokens, group(), window,
-                                              lane, [&](int j) { return map.old_row(window, j); });
-    }
-    __syncwarp();
-    prepare_C<kScaledC<State, Act>>(scales_of_C(), group(), window.q, lane);
-    if (window.flush) prepare_B<Checkpoint>(group(), map, window, lane);
-  }
-
-  __device__ __forceinline__ Decays find_decays(const Window& window, const RowMap& map,
-                                                const NewDt<kTokenTiles>& new_dt,
-                                                float constant) const {
-    new_dt.put(dt() + params.ring_buffer_len, params, window.q, 1, constant, lane);
-    __syncwarp();
-    // Of a flush the upper half of the warp has the new rows, else nothing.
-    const int j = lane.index & 15;
-    const bool old = window.flush && lane.index < kRows;
-    const int rows = old ? window.live : window.flush || lane.index < kRows ? window.rows() : 0;
-    const int row = old ? map.old_row(window, j) : map.row(window, j);
-    return Decays(j < rows ? dt()[row] : 0.0f, __shfl_sync(kAllLanes, constant, 0),
-                  window.flush ? 2 * kRows : kRows);
-  }
-  __device__ __forceinline__ void prepare_weights(const Window& window, const Decays& decays,
-                                                  float constant) const {
-    const float D = __shfl_sync(kAllLanes, constant, kHeadsOfItem);
-    put_weights(weights(), weight_shape, products(), scales_of_C(), decays, window, D,
-                window.flush || lane.index < kRows);
-    if (window.flush) put_fold_weights(weights() + weight_shape.fold(), decays);
-  }
-
-  __device__ __forceinline__ void fold(const Request& request, const RowMap& map) const {
-    const FoldWeights fold_weights(weights() + weight_shape.fold(), lane);
-    uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, head_rows().old_x(map, request.window, lane) + 2 * row_of_warp());
-    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, rows);
-    Checkpoint* to =
-        checkpoint(request) + lane.g * kDstate + lane.t * static_cast<int>(16 / sizeof(Checkpoint));
-    if constexpr (kCopied) {
-      const BothTargets<State, kDstate> target{
-          params, to, reinterpret_cast<unsigned char*>(state(request)), scale(request) + lane.g,
-          static_cast<unsigned>(request.slot)};
-      fold_copied_slab<State, Act, kDstate>(target, group().B(), fold, lane);
-    } else {
-      Target<State, kDstate> target{params, to, nullptr};
-      if constexpr (convert::kScaled<State>) {
-        target.scale = scale(request) + lane.g;
-        fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
-                                              lane);
-      } else {
-        fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
+      for (int n = warp; n < pieces; n += warps) {
+        Piece piece;
+        fold(piece, first_row + n / kPieces * kRows, n % kPieces, at);
+        Target<State, kDstate>{params, piece.to, nullptr}.put(piece.v, 0);
       }
     }
   }
 
-  __device__ __forceinline__ void read_out(float (&acc)[kTokenTiles][4],
-                                           const Window& window) const {
-    Readers<State, Act, kDstate, kTokenTiles> readers;
-    readers.load(group(), window, lane);
-    read_out_slab(acc, slab(), readers, lane);
-    if constexpr (convert::kScaled<State>) scale_rows(acc, scales(), lane);
-  }
-
-  __device__ __forceinline__ void finish(float (&acc)[1][kTokenTiles][4], const Request& request,
-                                         const RowMap& map) const {
-    const Window& window = request.window;
-    const Weights<kTokenTiles> of_head(weights(), weight_shape, window, lane);
-    finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
-                 params.head_dim, outputs(), window, lane);
-    __syncwarp();
-    for (int i = lane.index; i < 2 * window.q; i += 32) {
-      const int t = i / 2, column = row_of_warp() + i % 2 * 8;
-      store_outputs<Act>(params, out_of_token(params, request, head, t) + column,
-                         outputs() + t * (shape.y_pitch() / 4) + column);
+  // Piece n of the block's slabs: a row is encoded when all of its pieces are known.
+  __device__ __forceinline__ void flush_scaled(int n, bool any, const Lane& at) const {
+    constexpr int kPieces = Piece::kCount;
+    const int p = n / kPieces * kRows;  // of the block
+    Piece piece;
+    if (any) {
+      fold(piece, first_row + p, n % kPieces, at);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float amax = of_row(largest(piece.v[h]));
+        if (at.t == 0) shared.largest[p + at.g + 8 * h][n % kPieces] = amax;
+      }
     }
-  }
-
-  // Writes the new rows: x of the block's slabs, dt, and B once per group.
-  __device__ __forceinline__ void append(const Request& request) const {
-    const Window& window = request.window;
-    const int group_index = head / params.heads_per_group;
-    const bool first = first_row == 0, of_group = first && head % params.heads_per_group == 0;
-    const int pieces = min(slabs * kRows, params.head_dim - first_row) / 8;
-    const int end = ring_row(window.start, window.live, params.ring_buffer_len);
-    for (int t = 0; t < window.q; ++t) {
-      const int row = ring_row(end, t, params.ring_buffer_len);
-      const unsigned char* new_x =
-          head_rows().x + (shape.old_rows + t) * shape.x_pitch + 2 * first_row;
-      Act* to = x_ring<Act>(params, request.slot, head) +
-                row_offset(row, params.x_cache_row_stride) + first_row;
-      if (lane.index < pieces) {
-        reinterpret_cast<uint4*>(to)[lane.index] =
-            reinterpret_cast<const uint4*>(new_x)[lane.index];
+    __syncthreads();
+    if (!any) return;
+    const Target<State, kDstate> target = {params, nullptr, nullptr};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float amax = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        amax = ptx::max_magnitude(amax, shared.largest[p + at.g + 8 * h][i]);
       }
-      if (first && lane.index == 31) {
-        dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)] =
-            dt()[params.ring_buffer_len + t];
-      }
-      if (of_group) {
-        to = B_ring<Act>(params, request.slot, group_index) +
-             row_offset(row, params.B_cache_row_stride);
-        const Act* new_B = B_of_token<Act>(params, request, group_index, t);
-        for (int i = lane.index; i < kDstate / 8; i += 32) {
-          reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(new_B)[i];
-        }
-      }
+      const convert::RowScale scale = convert::row_scale<State>(amax);
+      target.put_half(piece.to + 8 * h * kDstate, piece.v[h], scale);
+      if (n % kPieces == 0 && at.t == 0) *scale_of(first_row + p + at.g + 8 * h) = scale.decode;
     }
   }
 };
 
-// Of a block: what leaves wide states their registers.
-template <int kDstate>
-constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
+// ---- the kernel ---------------------------------------------------------------------------------
 
-template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
+// Warps of a block.
+template <int kTokens>
+constexpr int kMostWarps = kTokens == 1 ? 14 : 10;
+
+template <class State, class Act, int kDstate, int kTokens>
+__global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  const int row = blockIdx.x;
-  const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(params, ptx::dynamic_smem(),
-                                                                 blockIdx.y, blockIdx.z);
-  if (ptx::kHasDependentLaunch && params.starts_early) block.prefetch(row);
+  if (ptx::kHasDependentLaunch && params.starts_early) prefetch<State, Act, kDstate>(params);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const Lane& lane = block.lane;
-  // Everything is asked for before anything is used; what does not need the slot goes first.
-  Request request = find_request(params, row);
-  block.ask_for_tokens(request);
-  NewDt<kTokenTiles> new_dt;
-  float constant = 0.0f;
-  if (block.prepares_dt()) {
-    new_dt.load(params, request, block.head, 1, lane);
-    constant = load_constant(params, block.head, 1, lane);
+  constexpr int kQuads = most_quads<State, kDstate, kTokens>();
+  const Block<kTokens> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
+  Request request;
+  if (block.warp >= params.state_warps) {
+    request = WeightWarp<Act, kDstate, kTokens>(block).run();
+  } else if (params.quads == 1) {
+    request = StateWarp<State, Act, kDstate, kTokens, 1>(block).run();
+  } else {
+    request = StateWarp<State, Act, kDstate, kTokens, kQuads>(block).run();
   }
-  if (request.slot < 0) {
-    if (params.zero_padding && block.has_slab()) {
-      for (int i = lane.index; i < request.window.q * kRows; i += 32) {
-        const int64_t index = out_of_token(params, request, block.head, i / kRows);
-        convert::store_float(params.out, index + block.row_of_warp() + i % kRows, params.out_type,
-                             0.0f);
-      }
-    }
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    return;
-  }
-  block.ask_for_slot(request);
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  __syncthreads();
-  set_window(params, request, block.cursors()[0], block.cursors()[1]);
-  const Window& window = request.window;
-  const RowMap map = {window.start, params.ring_buffer_len};
-  const bool reads = block.has_slab();
-  if constexpr (!convert::same<State, Checkpoint>) {
-    if (reads && window.flush) {
-      prefetch_checkpoint(block.checkpoint(request), 2 * kRows * kDstate, lane);
-    }
-  }
-  float acc[1][kTokenTiles][4] = {};
-  Decays decays;
-  if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
-  if (block.prepares_C()) block.prepare_rows(window, map);
-  if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
-  __syncthreads();  // the products are there, and C
-  if (block.prepares_dt()) block.prepare_weights(window, decays, constant);
-  if (reads && kScaledC<State, Act>) block.read_out(acc[0], window);
-  __syncthreads();  // the weights are there
-  if (block.prepares_dt()) {
-    block.append(request);
-  } else if (block.has_slab() && (window.flush || window.q > 0)) {
-    block.finish(acc, request, map);
-    if (window.flush) block.fold(request, map);
-  }
+  if (request.window.flush) FoldWarp<State, Act, kDstate, kTokens>(block, request).run();
 }

@@ -98,6 +98,16 @@ __device__ __forceinline__ void split(float2 v, uint32_t (&terms)[kTerms]) {
   }
 }
 
+// A value as it lies in memory, and what it means: apart, so that no load waits for another.
+__device__ __forceinline__ uint32_t load_bits(const void* array, int64_t index, int type) {
+  if (type == kFloat32) return static_cast<const uint32_t*>(array)[index];
+  return static_cast<const unsigned short*>(array)[index];
+}
+__device__ __forceinline__ float bits_to_float(uint32_t bits, int type) {
+  const float from_bf16 = unpack<bf16>(bits).x, from_fp16 = unpack<fp16>(bits).x;  // no branch
+  return type == kFloat32 ? __uint_as_float(bits) : type == kBfloat16 ? from_bf16 : from_fp16;
+}
+
 // log(1 + exp(v)) in the form that keeps small results; the identity above 20.
 __device__ __forceinline__ float softplus(float v) { return v <= 20.0f ? log1pf(expf(v)) : v; }
 

@@ -155,8 +155,9 @@ __device__ __forceinline__ void fold_checkpoint(float2 (&rows)[2][kDstate / 8],
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       float2 folded[2][4];
-      fold_piece<fp16, Act>(folded[0], folded[1], pieces[0][i], pieces[1][i],
-                            operands + 64 * (first + i), decay, fold);
+      fold_piece<fp16, Act>(
+          folded[0], folded[1], pieces[0][i], pieces[1][i],
+          [&](int q) { return operands[64 * (first + i) + 16 * q]; }, decay, fold);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll

@@ -35,6 +35,27 @@ struct Target {
     }
   }
 
+  // Half a piece of an 8-bit state, at `to`; `scale` is its row's.
+  __device__ __forceinline__ void put_half(State* to, const float2 (&folded)[4],
+                                           const convert::RowScale& scale) const {
+    uint32_t bits[2] = {}, words[2];
+    if (stochastic()) {
+      const Rounding rounding(params);
+      const int64_t place = offset(to);
+      const uint4 random = convert::philox4x32(static_cast<uint64_t>(place & ~int64_t{15}),
+                                               rounding.seed, rounding.rounds);
+      bits[0] = place & 8 ? random.z : random.x, bits[1] = place & 8 ? random.w : random.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 a = scale.scaled(folded[2 * i]), b = scale.scaled(folded[2 * i + 1]);
+      words[i] =
+          scale.stored(stochastic() ? convert::pack_codes_stochastically<State>(a, b, bits[i])
+                                    : convert::pack_codes<State>(a, b));
+    }
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+
   // Whole rows of an 8-bit state. The two ways to round are apart, so that the common one runs
   // through short code.
   __device__ __forceinline__ void put_rows(const float2 (&folded)[2][kDstate / 8],
@@ -81,16 +102,16 @@ __device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, c
   __syncwarp();
 }
 
-// One piece of rows g and g + 8 with the old rows folded in; `operands` are B's, as `prepare_B`
-// left them for the lane.
-template <class State, class Act>
-__device__ __forceinline__ void fold_piece(float2 (&upper)[8 / sizeof(State)],
-                                           float2 (&lower)[8 / sizeof(State)], const uint4& above,
-                                           const uint4& below, const uint4* operands,
-                                           const float (&decay)[2], const Fold<State>& fold) {
+// A piece of rows g and g + 8, or half of one, with the old rows folded in; `operands(q)` are B's
+// for the piece's pairs q and q + 1, in the order of `prepare_B`.
+template <class State, class Act, int kPairs, class Operands>
+__device__ __forceinline__ void fold_piece(float2 (&upper)[kPairs], float2 (&lower)[kPairs],
+                                           const uint4& above, const uint4& below,
+                                           Operands operands, const float (&decay)[2],
+                                           const Fold<State>& fold) {
 #pragma unroll
-  for (int q = 0; q < 8 / static_cast<int>(sizeof(State)); q += 2) {
-    const uint4 b = operands[16 * q];
+  for (int q = 0; q < kPairs; q += 2) {
+    const uint4 b = operands(q);
     float2 u[2], l[2];
     piece_pairs<State>(above, q, u);
     piece_pairs<State>(below, q, l);
@@ -112,8 +133,9 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
 #pragma unroll 2
   for (int J = 0; J < kPieces; ++J) {
     float2 folded[2][kPairsOfPiece];
-    fold_piece<State, Act>(folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
-                           operands + 16 * J * kPairsOfPiece, decay, fold);
+    fold_piece<State, Act>(
+        folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+        [&](int q) { return operands[16 * (J * kPairsOfPiece + q)]; }, decay, fold);
     target.put(folded, J);
   }
 }
@@ -132,8 +154,9 @@ __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
 #pragma unroll
   for (int J = 0; J < kDstate / 64; ++J) {
     float2 folded[2][8];
-    fold_piece<State, Act>(folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
-                           operands + 128 * J, decay, fold);
+    fold_piece<State, Act>(
+        folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+        [&](int q) { return operands[128 * J + 16 * q]; }, decay, fold);
 #pragma unroll
     for (int q = 0; q < 8; ++q) {
       rows[0][8 * J + q] = folded[0][q], rows[1][8 * J + q] = folded[1][q];

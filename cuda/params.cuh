@@ -16,70 +16,84 @@ using uint64_t = unsigned long long;
 enum FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 enum IndexType : int { kInt32 = 0, kInt64 = 1 };
 
+// In the order in which the small form needs them: each 64 bytes that are not in the constant cache
+// yet are waited for.
 struct CheckpointingSsuParams {
-  void* state;                          // (num_slots, nheads, head_dim, dstate), written on flush
-  void* state_copy;                     // (num_slots, nheads, bytes...) read instead, or null
-  float* state_scale;                   // (num_slots, nheads, head_dim), of codes, or null
-  void* x_cache;                        // (num_slots, nheads, ring_buffer_len, head_dim), appended
-  void* B_cache;                        // (num_slots, ngroups, ring_buffer_len, dstate), appended
-  float* dt_cache;                      // (num_slots, nheads, ring_buffer_len), appended
-  const int* ring_start;                // (num_slots,)
-  const int* prev_num_accepted_tokens;  // (num_slots,)
-  const void* x;                        // (batch, npredicted, nheads, head_dim)
-  const void* dt;                       // (batch, npredicted, nheads)
-  const void* A;                        // (nheads,)
-  const void* B;                        // (batch, npredicted, ngroups, dstate)
-  const void* C;                        // (batch, npredicted, ngroups, dstate)
-  const void* D;                        // (nheads,) or null
-  const void* z;                        // (batch, npredicted, nheads, head_dim) or null
-  const void* dt_bias;                  // (nheads,) or null
-  const void* slots;                    // (batch,) or null: slot = batch row
-  const int* cu_seqlens;                // (batch + 1,) or null: npredicted tokens in every row
-  const unsigned char* force_flush;     // (batch,) or null: not 0 folds whatever is live
-  const int64_t* rand_seed;             // (1,) or null: round to nearest
-  const int* events;                    // (num_slots,) of flushes, for their random bits, or null
-  void* out;                            // (batch, npredicted, nheads, head_dim)
-  float* cb_scaled;                     // (batch, nheads, words), scratch of two kernels, or null
-  float* cumAdt_vec;                    // (batch, nheads, words), likewise
-  float* cb_old;                        // (batch, nheads, words), likewise
-  int64_t state_slot_stride, state_head_stride, state_copy_slot_stride, state_copy_head_stride;
-  int64_t state_scale_slot_stride, state_scale_head_stride;
-  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
-  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
-  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
-  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
-  int64_t x_batch_stride, x_token_stride, x_head_stride;
-  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
-  int64_t A_stride;
-  int64_t B_batch_stride, B_token_stride, B_group_stride;
-  int64_t C_batch_stride, C_token_stride, C_group_stride;
-  int64_t D_stride;
-  int64_t z_batch_stride, z_token_stride, z_head_stride;
-  int64_t dt_bias_stride;
-  int64_t out_batch_stride, out_token_stride, out_head_stride;
-  int64_t slots_stride, force_flush_stride, events_stride;
+  const void* slots;      // (batch,) or null: slot = batch row
+  const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
+  int64_t slots_stride;
   int64_t pad_slot_id;
-  // As `divide` takes them.
+  int slots_type;  // IndexType
+  int num_slots, npredicted;
+  // Of the small form: warps for the state, and how many times four rows of a head each takes; rows
+  // and threads of a block; ring rows that it looks at, and whether they are all of the ring, by
+  // their places.
+  int state_warps, quads, rows_of_block, threads, ring_rows, by_place;
+  int starts_early;                 // 1: before the kernel ahead has ended
+  int64_t inverse_heads_per_group;  // as `divide` takes it
+  const void* C;                    // (batch, npredicted, ngroups, dstate)
+  int64_t C_batch_stride, C_token_stride, C_group_stride;
+  const void* z;  // (batch, npredicted, nheads, head_dim) or null
+  const void* x;  // (batch, npredicted, nheads, head_dim)
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  void* state;  // (num_slots, nheads, head_dim, dstate), written on flush
+  int64_t state_slot_stride, state_head_stride;
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
+  int64_t state_scale_slot_stride, state_scale_head_stride;
+  void* x_cache;  // (num_slots, nheads, ring_buffer_len, head_dim), appended
+  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
+  int ring_buffer_len, head_dim;
+  int out_type;      // FloatType: that of x, or kFloat32
+  int zero_padding;  // 1: rows of `out` of padding become 0
+  void* out;         // (batch, npredicted, nheads, head_dim)
+  int64_t out_batch_stride, out_token_stride, out_head_stride;
+  const void* dt_bias;  // (nheads,) or null
+  int64_t dt_bias_stride;
+  int dt_type, A_type, D_type, dt_bias_type;  // FloatType
+  const void* dt;                             // (batch, npredicted, nheads)
+  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
+  const void* B;  // (batch, npredicted, ngroups, dstate)
+  int64_t B_batch_stride, B_token_stride, B_group_stride;
+  void* B_cache;  // (num_slots, ngroups, ring_buffer_len, dstate), appended
+  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
+  float* dt_cache;  // (num_slots, nheads, ring_buffer_len), appended
+  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
+  const int* ring_start;  // (num_slots,)
+  int64_t ring_start_stride;
+  const int* prev_num_accepted_tokens;  // (num_slots,)
+  int64_t prev_num_accepted_tokens_stride;
+  const void* A;  // (nheads,)
+  int64_t A_stride;
+  const void* D;  // (nheads,) or null
+  int64_t D_stride;
+  const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
+  int64_t force_flush_stride;
+  int max_window;
+  int dt_softplus;  // 0 or 1
+  int heads_per_group, nheads;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  const int64_t* rand_seed;  // (1,) or null: round to nearest
+  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+  void* state_copy;          // (num_slots, nheads, bytes...) read instead, or null
+  int64_t state_copy_slot_stride, state_copy_head_stride;
+  const int* events;  // (num_slots,) of flushes, for their random bits, or null
+  int64_t events_stride;
+  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
+  float* cumAdt_vec;  // (batch, nheads, words), likewise
+  float* cb_old;      // (batch, nheads, words), likewise
+  // Of the form for many heads; the inverses are as `divide` takes them.
   int64_t inverse_items_of_sequence, inverse_items_of_group;
   int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
-  int num_slots, batch, npredicted, nheads, heads_per_group, head_dim;
-  int max_window, ring_buffer_len;
-  int slots_type;                             // IndexType
-  int dt_type, A_type, D_type, dt_bias_type;  // FloatType
-  int out_type;                               // FloatType: that of x, or kFloat32
-  int dt_softplus;                            // 0 or 1
-  int zero_padding;                           // 1: rows of `out` of padding become 0
-  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
   int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
   int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
-  // Where a warp's share of shared memory begins behind the list, or, in the small form, a block's:
-  // its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them out.
-  int most_listed, bytes_of_list;  // sequences, at a time, and their bytes in front of the shares
+  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
+  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
+  // out.
+  int batch, most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;
   int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
-  int starts_early;                                     // 1: before the kernel ahead has ended
 };
 
 struct SelectiveStateUpdateParams {

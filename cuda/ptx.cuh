@@ -41,6 +41,21 @@ __device__ __forceinline__ unsigned ld_global_u32(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ unsigned ld_global_u16(const void* p) {
+  unsigned v;
+  asm volatile("{ .reg .b16 h; ld.global.u16 h, [%1]; cvt.u32.u16 %0, h; }"
+               : "=r"(v)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -122,6 +137,17 @@ __device__ __forceinline__ int atomic_add_shared(smem_t address, int v) {
   return before;
 }
 
+// Named barriers: `threads` of a block meet at barrier kId, those that only arrive go on at once.
+template <int kId>
+__device__ __forceinline__ void barrier_sync(unsigned threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+
+template <int kId>
+__device__ __forceinline__ void barrier_arrive(unsigned threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+
 // Copies 16 or 4 bytes in the background. A thread's copies since its last commit are one group.
 __device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
@@ -179,12 +205,49 @@ __device__ __forceinline__ void grid_dependency_launch() {
   PTX_SM90("griddepcontrol.launch_dependents;");
 }
 
+// ---- registers ----------------------------------------------------------------------------------
+
+// Zero, which the compiler takes for a number of each lane's own: what is computed from it, and
+// loaded from there, stays out of the registers of the whole warp, from which it would be copied.
+__device__ __forceinline__ unsigned zero_of_lane() {
+  unsigned lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane >> 5;
+}
+
+// The same pointer, computed here: the compiler cannot put it off until it is used, which may be
+// behind a wait.
+template <class T>
+__device__ __forceinline__ T* computed_now(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// Whatever is loaded in front of it is asked for there, and not when it is used.
+__device__ __forceinline__ void keep_order() {
+  asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
+}
+
+// Behind it `v` is known: the compiler would put its sums off until after a barrier.
+__device__ __forceinline__ void known_now(float v) {
+  const unsigned all = ~(__float_as_uint(v) & zero_of_lane());
+  asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
+}
+
 // What is written already is seen by the loads that follow, whatever the multiprocessor has cached.
 __device__ __forceinline__ void fence_acq_rel_gpu() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
+
+// All of a product of two 32-bit numbers in one instruction, which the compiler misses where one of
+// them was widened before.
+__device__ __forceinline__ long long mul_wide(int a, int b) {
+  long long r;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
+  return r;
+}
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.
 __device__ __forceinline__ float ex2(float x) {

@@ -54,13 +54,34 @@ __device__ __forceinline__ int ring_row(int ring_start, int j, int ring_buffer_l
   return row >= ring_buffer_len ? row - ring_buffer_len : row;
 }
 
-// The slot of a batch row, or -1 for padding.
+// The slot of a batch row as it is given, and what it means: apart, so that whatever does not need
+// the slot can be asked for in between.
+struct GivenSlot {
+  int low, high, pad;
+
+  template <class Params>
+  __device__ __forceinline__ GivenSlot(const Params& params, unsigned row)
+      : low(row), high(0), pad(-1) {
+    if (params.slots == nullptr) return;
+    const int wide = params.slots_type == kInt64;
+    const int* from = static_cast<const int*>(params.slots) + (row * params.slots_stride << wide);
+    low = from[0];
+    if (wide) high = from[1];
+    pad = static_cast<int>(params.pad_slot_id);
+    if (pad != params.pad_slot_id) pad = -1;  // that of no slot
+  }
+
+  // -1 for padding.
+  template <class Params>
+  __device__ __forceinline__ int slot(const Params& params) const {
+    const bool real = static_cast<unsigned>(low) < static_cast<unsigned>(params.num_slots);
+    return real && high == 0 && low != pad ? low : -1;
+  }
+};
+
 template <class Params>
-__device__ __forceinline__ int64_t find_slot(const Params& params, int row) {
-  if (params.slots == nullptr) return row < params.num_slots ? row : -1;
-  const int64_t slot =
-      convert::load_index(params.slots, row * params.slots_stride, params.slots_type);
-  return slot == params.pad_slot_id || slot < 0 || slot >= params.num_slots ? -1 : slot;
+__device__ __forceinline__ int find_slot(const Params& params, int row) {
+  return GivenSlot(params, row).slot(params);
 }
 
 // The rows of a step, read out in one or two products over 16 rows: the old rows and then the new
@@ -310,13 +331,13 @@ __device__ __forceinline__ uint4 encode_piece_of_row(const float2 (&v)[8 / sizeo
   return encode_stochastically<State>(piece, rounding, offset);
 }
 
-// Encodes the lane's pieces of one row of an 8-bit state, and its scale. `to` is the lane's first
-// piece, `offset` that piece's place in the storage; pieces lie four apart.
+// Encodes the lane's pieces of one row of an 8-bit state. `to` is the first of them, `offset` its
+// place in the storage; pieces lie four apart.
 template <class State, bool kStochastic, int kPieces>
-__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
-                                                 const float2 (&v)[kPieces * 8],
-                                                 const Rounding& rounding, const Lane& lane) {
-  const convert::RowScale row = convert::row_scale<State>(of_row(largest(v)));
+__device__ __forceinline__ void store_scaled_pieces(State* to, int64_t offset,
+                                                    const float2 (&v)[kPieces * 8],
+                                                    const convert::RowScale& row,
+                                                    const Rounding& rounding) {
 #pragma unroll
   for (int J = 0; J < kPieces; ++J) {
     float2 piece[8];
@@ -326,6 +347,15 @@ __device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_
     *reinterpret_cast<uint4*>(to + 64 * J) = make_uint4(row.stored(codes.x), row.stored(codes.y),
                                                         row.stored(codes.z), row.stored(codes.w));
   }
+}
+
+// All of a row, and its scale.
+template <class State, bool kStochastic, int kPieces>
+__device__ __forceinline__ void store_scaled_row(State* to, float* scale, int64_t offset,
+                                                 const float2 (&v)[kPieces * 8],
+                                                 const Rounding& rounding, const Lane& lane) {
+  const convert::RowScale row = convert::row_scale<State>(of_row(largest(v)));
+  store_scaled_pieces<State, kStochastic, kPieces>(to, offset, v, row, rounding);
   if (lane.t == 0) *scale = row.decode;
 }
 

@@ -8,6 +8,11 @@
 
 namespace replay {
 
+// n / d where n * d < 2^44 and n / d < 2^20; `inverse` is 2^44 / d, rounded up.
+__device__ __forceinline__ unsigned divide(unsigned n, int64_t inverse) {
+  return static_cast<unsigned>(static_cast<uint64_t>(n) * static_cast<uint64_t>(inverse) >> 44);
+}
+
 // One sequence of the batch, and the rows of its step. `token` is the place of the sequence's first
 // token among the batch's.
 struct Request {
@@ -16,15 +21,21 @@ struct Request {
   Window window;
 };
 
-__device__ __forceinline__ Request find_request(const CheckpointingSsuParams& params, int row) {
-  Request request = {
-      static_cast<int>(find_slot(params, row)), static_cast<unsigned>(row), 0, {0, 0, 0, false}};
-  request.window.q = params.npredicted;
+// Without its slot.
+__device__ __forceinline__ Request find_tokens(const CheckpointingSsuParams& params, int row) {
+  Request request = {-1, static_cast<unsigned>(row), 0, {0, 0, params.npredicted, false}};
   if (params.cu_seqlens != nullptr) {
     const int first = params.cu_seqlens[row];
     request.token = first;
     request.window.q = min(max(params.cu_seqlens[row + 1] - first, 0), params.npredicted);
   }
+  return request;
+}
+
+__device__ __forceinline__ Request find_request(const CheckpointingSsuParams& params, int row) {
+  const int slot = find_slot(params, row);
+  Request request = find_tokens(params, row);
+  request.slot = slot;
   return request;
 }
 
@@ -51,9 +62,9 @@ __device__ __forceinline__ void set_window(const CheckpointingSsuParams& params,
 
 // ---- where rows lie in memory -------------------------------------------------------------------
 
-// Strides of ring rows fit into 32 bits: one multiplication of 32 by 32 bits.
+// Strides of ring rows fit into 32 bits.
 __device__ __forceinline__ int64_t row_offset(int row, int64_t stride) {
-  return static_cast<int64_t>(row) * static_cast<int>(stride);
+  return ptx::mul_wide(row, static_cast<int>(stride));
 }
 
 template <class Act>

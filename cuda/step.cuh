@@ -21,11 +21,7 @@ struct NewDt {
       const int i = 32 * n + lane.index, t = i / kHeadsOfItem, h = i % kHeadsOfItem;
       if (t >= request.window.q || h >= heads) continue;
       const int64_t index = dt_of_token(params, request, head + h, t);
-      if (params.dt_type == kFloat32) {
-        raw[n] = static_cast<const uint32_t*>(params.dt)[index];
-      } else {
-        raw[n] = static_cast<const unsigned short*>(params.dt)[index];
-      }
+      raw[n] = convert::load_bits(params.dt, index, params.dt_type);
     }
   }
 
@@ -38,10 +34,7 @@ struct NewDt {
     for (int n = 0; n < kCount; ++n) {
       const int t = (32 * n + lane.index) / kHeadsOfItem;
       if (t >= q || h >= heads) continue;
-      float dt = __uint_as_float(raw[n]);
-      if (params.dt_type == kBfloat16) dt = convert::unpack<bf16>(raw[n]).x;
-      if (params.dt_type == kFloat16) dt = convert::unpack<fp16>(raw[n]).x;
-      dt += bias;
+      const float dt = convert::bits_to_float(raw[n], params.dt_type) + bias;
       to[32 * h + t] = params.dt_softplus ? convert::softplus(dt) : dt;
     }
   }
@@ -450,6 +443,17 @@ __device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4
   for (int k = 0; k < kSlabs; ++k) {
     if (k > 0 && first_row + k * kRows >= head_dim) break;
     put_outputs(acc[k], y + first_row + k * kRows, rows.shape.y_pitch() / 4, window, lane);
+  }
+}
+
+// Rounds an output and stores it, `index` elements behind `out`.
+template <class Act>
+__device__ __forceinline__ void store_output(const CheckpointingSsuParams& params,
+                                             unsigned char* out, int index, float y) {
+  if (params.out_type == kFloat32) {
+    reinterpret_cast<float*>(out)[index] = y;
+  } else {
+    reinterpret_cast<Act*>(out)[index] = convert::from_float<Act>(y);
   }
 }
 

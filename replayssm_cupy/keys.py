@@ -77,13 +77,30 @@ class CheckpointingSsuKey:
         checkpoint = ", fp16" if self.state_dtype in COPY_DTYPES else ""
         return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}{checkpoint}>"
 
+    @property
+    def least_tokens(self) -> int:
+        """Of a step that takes this kernel."""
+        return TOKENS_PER_TILE * (self.token_tiles - 1) + 1
+
 
 @dataclass(frozen=True, slots=True)
 class SmallCheckpointingSsuKey(CheckpointingSsuKey):
-    """The same step in the form for few heads."""
+    """The same step in the form for few heads; `token_tiles` are the tokens it does at once."""
 
     source: ClassVar[str] = "checkpointing_ssu_small.cu"
     kernel: ClassVar[str] = "checkpointing_ssu_small"
+
+    @property
+    def least_tokens(self) -> int:
+        return self.token_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpointingSsuKey(CheckpointingSsuKey):
+    """The step on a state that has a copy in the form for few heads."""
+
+    source: ClassVar[str] = "checkpointing_ssu_copied.cu"
+    kernel: ClassVar[str] = "checkpointing_ssu_copied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +128,10 @@ class PrecomputeKey:
         scaled, activation = str(self.scaled).lower(), _CPP[self.activation_dtype]
         return f"precompute<{scaled}, {activation}, {self.dstate}, {self.token_tiles}>"
 
+    @property
+    def least_tokens(self) -> int:
+        return TOKENS_PER_TILE * (self.token_tiles - 1) + 1
+
 
 def precompute_key(key: CheckpointingSsuKey) -> PrecomputeKey:
     """Of the kernel that makes the weights for this one."""
@@ -130,7 +151,11 @@ def replay_keys(
     tiles = max(1, -(-tokens // TOKENS_PER_TILE))
     case = state_dtype, activation_dtype, dstate, tiles
     streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_FORMATS)
-    small = SmallCheckpointingSsuKey(*case)
+    small: CheckpointingSsuKey
+    if state_dtype in COPY_DTYPES:
+        small = CopiedCheckpointingSsuKey(*case)
+    else:
+        small = SmallCheckpointingSsuKey(*case[:3], 1 if tokens == 1 else 2)
     return [CheckpointingSsuKey(*case), small] if streams else [small]
 
 
@@ -139,7 +164,7 @@ def two_kernel_key(
 ) -> PreparedCheckpointingSsuKey | None:
     """The second of the two kernels that do a step, which exists where the streaming form does."""
     key = replay_keys(state_dtype, activation_dtype, dstate, tokens)[0]
-    if isinstance(key, SmallCheckpointingSsuKey):
+    if type(key) is not CheckpointingSsuKey:
         return None
     return PreparedCheckpointingSsuKey(state_dtype, activation_dtype, dstate, key.token_tiles)
 

@@ -30,6 +30,13 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
+def _array(name: str, axes: str | None = None) -> list[tuple[str, Any]]:
+    """A pointer and, right behind it, the strides of its axes; "" is the only axis."""
+    strides = [] if axes is None else axes.split() or [""]
+    names = [f"{name}_{axis}_stride" if axis else f"{name}_stride" for axis in strides]
+    return [(name, ctypes.c_void_p), *((stride, ctypes.c_int64) for stride in names)]
+
+
 _TOKEN_STRIDES = """
     x_batch_stride x_token_stride x_head_stride dt_batch_stride dt_token_stride dt_head_stride
     A_stride B_batch_stride B_token_stride B_group_stride C_batch_stride C_token_stride
@@ -44,33 +51,52 @@ class CheckpointingSsuParams(ctypes.Structure):
     """Pointers, strides in elements, counts and run-time types of ``checkpointing_ssu``."""
 
     _fields_ = [
+        *_fields(ctypes.c_void_p, "slots cu_seqlens"),
+        *_fields(ctypes.c_int64, "slots_stride pad_slot_id"),
         *_fields(
-            ctypes.c_void_p,
-            """state state_copy state_scale x_cache B_cache dt_cache ring_start
-            prev_num_accepted_tokens x dt A B C D z dt_bias slots cu_seqlens force_flush rand_seed
-            events out cb_scaled cumAdt_vec cb_old""",
+            ctypes.c_int32,
+            """slots_type num_slots npredicted
+            state_warps quads rows_of_block threads ring_rows by_place starts_early""",
         ),
+        *_fields(ctypes.c_int64, "inverse_heads_per_group"),
+        *_array("C", "batch token group"),
+        *_array("z"),
+        *_array("x", "batch token head"),
+        *_array("state", "slot head"),
+        *_array("state_scale", "slot head"),
+        *_array("x_cache", "slot head row"),
+        *_fields(ctypes.c_int32, "ring_buffer_len head_dim out_type zero_padding"),
+        *_array("out", "batch token head"),
+        *_array("dt_bias", ""),
+        *_fields(ctypes.c_int32, "dt_type A_type D_type dt_bias_type"),
+        *_array("dt", "batch token head"),
+        *_array("B", "batch token group"),
+        *_array("B_cache", "slot group row"),
+        *_array("dt_cache", "slot head row"),
+        *_array("ring_start", ""),
+        *_array("prev_num_accepted_tokens", ""),
+        *_array("A", ""),
+        *_array("D", ""),
+        *_array("force_flush", ""),
+        *_fields(ctypes.c_int32, "max_window dt_softplus heads_per_group nheads"),
+        *_fields(ctypes.c_int64, "z_batch_stride z_token_stride z_head_stride"),
+        *_array("rand_seed"),
+        *_fields(ctypes.c_int32, "philox_rounds layer"),
+        *_array("state_copy", "slot head"),
+        *_array("events", ""),
+        *_fields(ctypes.c_void_p, "cb_scaled cumAdt_vec cb_old"),
         *_fields(
             ctypes.c_int64,
-            """state_slot_stride state_head_stride state_copy_slot_stride state_copy_head_stride
-            state_scale_slot_stride state_scale_head_stride
-            x_cache_slot_stride x_cache_head_stride x_cache_row_stride
-            B_cache_slot_stride B_cache_group_stride B_cache_row_stride
-            dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
-            ring_start_stride prev_num_accepted_tokens_stride"""
-            + _TOKEN_STRIDES
-            + """ force_flush_stride events_stride pad_slot_id
-            inverse_items_of_sequence inverse_items_of_group
+            """inverse_items_of_sequence inverse_items_of_group
             inverse_flushes_of_sequence inverse_flushes_of_group""",
         ),
         *_fields(
             ctypes.c_int32,
-            f"""{_TOKEN_COUNTS} max_window ring_buffer_len {_TOKEN_TYPES}
-            heads_of_item items_of_sequence items_of_group
+            """heads_of_item items_of_sequence items_of_group
             heads_of_flush flushes_of_sequence flushes_of_group
-            most_listed bytes_of_list bytes_of_share at_group at_head at_outputs at_products
+            batch most_listed bytes_of_list bytes_of_share at_group at_head at_outputs at_products
             at_scales_of_C at_dt at_weights at_scales at_cursors
-            cb_scaled_words cumAdt_vec_words cb_old_words starts_early""",
+            cb_scaled_words cumAdt_vec_words cb_old_words""",
         ),
     ]
 

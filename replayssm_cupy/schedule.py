@@ -7,6 +7,7 @@ the end.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .arrays import Device, itemsize
 from .compiler import import_cupy
@@ -14,8 +15,8 @@ from .keys import (
     COPY_DTYPES,
     SCALED_FORMATS,
     SLAB,
-    TOKENS_PER_TILE,
     CheckpointingSsuKey,
+    CopiedCheckpointingSsuKey,
     PrecomputeKey,
     PreparedCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
@@ -34,6 +35,14 @@ PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 # algorithm="auto" takes two kernels from this many heads a multiprocessor on, by the state's format
 # and tiles of tokens; where there is no bound, one, which was faster wherever it was measured.
 TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
+
+# Of the small form: rows p that a warp takes at once and a block has at most, ring rows that its
+# lanes count by places, for one token and for more, and its shared memory for more and for one.
+ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
+MOST_PLACES_OF_ONE, MOST_PLACES = 23, 32
+MOST_WEIGHT_WARPS = 6
+FOLDING_WARPS = 8  # that a slab of 8-bit rows may take
+SMALL_BYTES = 5280, 2240
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +112,7 @@ def schedule(
             f"x_cache: expected at most {MAX_RING_ROWS} ring rows, got {step.ring_buffer_len}"
         )
     keys = replay_keys(state_dtype, activation_dtype, dstate, step.tokens)
-    order = [
-        (_small if isinstance(key, SmallCheckpointingSsuKey) else _stream)(key, step, on)
-        for key in keys
-    ]
+    order = [_schedule(key, step, on) for key in keys]
     if prefers_small(keys[0], step, on):
         order.reverse()
     second = two_kernel_key(state_dtype, activation_dtype, dstate, step.tokens)
@@ -120,6 +126,13 @@ def schedule(
         f"x_cache: expected a ring and tokens that fit into {on.shared_bytes} bytes of shared "
         f"memory, got {step.ring_buffer_len} rows and {step.tokens} tokens, which need {needed}"
     )
+
+
+def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    if isinstance(key, SmallCheckpointingSsuKey):
+        return _small(key, step, on)
+    copied = isinstance(key, CopiedCheckpointingSsuKey)
+    return _small_copied(key, step, on) if copied else _stream(key, step, on)
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -239,7 +252,61 @@ def inverse(divisor: int) -> int:
     return -(-(1 << 44) // divisor)
 
 
-def _small(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+class Spread(NamedTuple):
+    """Of a block in the small form: warps for the state, and how often each takes four rows."""
+
+    state_warps: int
+    quads: int
+
+    @property
+    def rows(self) -> int:
+        return ROWS_OF_WARP * self.state_warps * self.quads
+
+
+def most_quads(key: SmallCheckpointingSsuKey) -> int:
+    """`most_quads` of the kernel."""
+    row = key.dstate * itemsize(key.state_dtype)
+    most = 4 if key.token_tiles == 1 else 2
+    return max(1, min(most, 256 * most // row))
+
+
+def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Spread:
+    """Short blocks while all of them run at once, else more rows that share a block's weights."""
+    quads = most_quads(key)
+    most_warps = 8 if key.token_tiles == 1 else 4
+    short = Spread(most_warps if step.head_dim % 32 == 0 else 4, 1)
+    if quads == 1 or step.batch * step.nheads * -(-step.head_dim // short.rows) <= 2 * on.count:
+        return short
+    parts = -(-step.head_dim // MOST_ROWS_OF_BLOCK)
+    rows = min(-(-step.head_dim // parts // SLAB) * SLAB, ROWS_OF_WARP * most_warps * quads)
+    return Spread(rows // (ROWS_OF_WARP * quads), quads)
+
+
+def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """A block has some rows of one head: warps that read the state, and warps that weigh rows.
+
+    The latter have a row of the ring or a token for every eight lanes, twice if there are many. A
+    ring that is longer than kernels count by places goes by its live rows.
+    """
+    by_place = step.ring_buffer_len <= (MOST_PLACES_OF_ONE if key.token_tiles == 1 else MOST_PLACES)
+    ring_rows = step.ring_buffer_len if by_place else step.max_window
+    weight_warps = min(-(-(ring_rows + step.tokens) // ROWS_OF_WARP), MOST_WEIGHT_WARPS)
+    spread = spread_small(key, step, on)
+    weight_warps = max(weight_warps, FOLDING_WARPS - spread.state_warps)
+    fields = {
+        "state_warps": spread.state_warps,
+        "quads": spread.quads,
+        "rows_of_block": spread.rows,
+        "threads": 32 * (spread.state_warps + weight_warps),
+        "ring_rows": ring_rows,
+        "by_place": int(by_place),
+        "inverse_heads_per_group": inverse(step.heads_per_group),
+    }
+    grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
+    return Schedule(key, grid, fields["threads"], SMALL_BYTES[key.token_tiles == 1], fields)
+
+
+def _small_copied(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
     heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
     slabs = all_slabs
@@ -325,9 +392,9 @@ def _round_up(size: int, unit: int) -> int:
 
 def typical(key: CheckpointingSsuKey | PrecomputeKey, shared_bytes: int) -> Schedule:
     """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
-    tokens = TOKENS_PER_TILE * (key.token_tiles - 1) + 1
-    small = isinstance(key, SmallCheckpointingSsuKey)
-    step = Step(1 if small else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    few = isinstance(key, SmallCheckpointingSsuKey | CopiedCheckpointingSsuKey)
+    tokens = key.least_tokens
+    step = Step(1 if few else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
     if isinstance(key, PrecomputeKey):
         return _precompute(key, step)
-    return (_small if small else _stream)(key, step, Processor(132, shared_bytes))
+    return _schedule(key, step, Processor(132, shared_bytes))

@@ -15,6 +15,7 @@ from replayssm_cupy.keys import (
     MaterializeKey,
     SmallCheckpointingSsuKey,
 )
+from replayssm_cupy.schedule import most_quads
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +60,35 @@ def instructions(listing: str) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,5}\*/ +(.*?) *;", listing)
 
 
+def places(code: list[str], pattern: str) -> list[int]:
+    return [i for i, text in enumerate(code) if re.search(pattern, text)]
+
+
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_small_form_asks_for_everything_before_it_waits(nvdisasm, tmp_path, state_dtype):
-    """Copies of tokens, state and ring rows are on their way before a warp waits for any."""
+    """Weight warps have asked for rows and tokens when they compute the first exponential, and then
+    only for a forced flush. State warps ask for all pieces of their rows at once."""
     key = SmallCheckpointingSsuKey(state_dtype, "bfloat16", 128, 1)
     code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90"))
-    waits = [i for i, text in enumerate(code) if re.search(r"\b(DEPBAR|BAR\.SYNC)\b", text)]
-    copies = [i for i, text in enumerate(code) if "LDGSTS" in text]
-    of_state = 16 * 128 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype] // 32 // 16
-    wide = [i for i in copies if "BYPASS.128" in code[i]]
-    assert len(wide) > of_state + 12  # x, z, C and B of the tokens, and rows of both rings
-    assert len(copies) > len(wide)  # dt of the ring, 4 bytes at a time
-    assert max(copies) < min(waits)
+    (arrive,) = places(code, r"\bBAR\.ARV\b")
+    asks, exponential = places(code, r"\bLDG\b"), places(code, r"\bMUFU\.EX2\b")[0]
+    assert exponential < arrive
+    assert len([i for i in asks if i < exponential and ".128" in code[i]]) >= 5  # B, C and x
+    assert all(".U8" in code[i] for i in asks if exponential < i < arrive)
+    pieces = 128 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype] // 128
+    waits = places(code, r"^BAR\.SYNC\S* 0x1\b")
+    assert len(waits) == 2  # for one row and for several
+    for wait, quads in zip(waits, (most_quads(key), 1), strict=True):
+        wide = [i for i in asks if i < wait and "LDG.E.128" in code[i]][-pieces * quads :]
+        between = code[wide[0] : wide[-1]]
+        assert len(wide) == pieces * quads
+        assert not places(between, r"\b(FFMA|SHFL|BAR)\b")
+
+
+def test_small_form_does_not_divide(nvdisasm, tmp_path):
+    key = SmallCheckpointingSsuKey("int8", "bfloat16", 128, 2)
+    code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90"))
+    assert not places(code, r"\bI2F\.U32\.RP\b")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -140,8 +140,9 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     types = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in keys.STATE_DTYPES}
     activation = types[key.activation_dtype]
     replay = isinstance(key, CheckpointingSsuKey)
-    tokens = keys.TOKENS_PER_TILE * (key.token_tiles - 1) + 1 if replay else 1
-    batch = 1 if isinstance(key, SmallCheckpointingSsuKey) else 256
+    tokens = key.least_tokens if replay else 1
+    few = SmallCheckpointingSsuKey, keys.CopiedCheckpointingSsuKey
+    batch = 1 if isinstance(key, few) else 256
     x = np.zeros((batch, tokens, 64, 64), activation)
     B = np.zeros((batch, tokens, 8, key.dstate), activation)
     dt, A = np.zeros((batch, tokens, 64), np.float32), -np.ones(64, np.float32)

@@ -235,6 +235,9 @@ MAY_INCLUDE = {
     "requests.cuh": {"rows.cuh"},
     "step.cuh": {"rows.cuh"},
     "flush.cuh": {"fold.cuh", "step.cuh"},
+    "small.cuh": {"rows.cuh"},
+    "weigh.cuh": {"small.cuh", "step.cuh"},
+    "read_out.cuh": {"small.cuh", "step.cuh"},
     "prepare.cuh": {"step.cuh"},
     "copied.cuh": {"flush.cuh", "read_copy.cuh"},
 }

@@ -26,6 +26,7 @@ from runs import (
 
 import replayssm_cupy as ssm
 from replayssm_cupy import reference
+from replayssm_cupy.schedule import MOST_PLACES_OF_ONE
 
 SHAPE = Shape("ragged", 4, 2, 64, 128)
 TOKEN_ARRAYS = ("x", "dt", "B", "C", "z")
@@ -71,12 +72,15 @@ BATCHES = [
 ]
 
 
-def check_against_dense(backend, lens, prev, longest, dtype, activation, out_dtype=None, **options):
+def check_against_dense(
+    backend, lens, prev, longest, dtype, activation, out_dtype=None, form="stream", **options
+):
     case = Case(SHAPE, longest, 16, dtype, activation, num_slots=6)
     rng = np.random.default_rng(sum(lens))
-    pools = pools_at(case, prev, rng)
     slots = np.array([4, 0, 3, 1, 2], np.int32)
-    pools.prev_num_accepted_tokens[slots] = prev
+    of_slots = np.zeros(6, int)
+    of_slots[slots] = prev
+    pools = pools_at(case, list(of_slots), rng)
     step, ends = ragged(case, lens, rng, spare=3)
     together, apart = (Run(backend, pools, 16) for _ in range(2))
     out = together.step(
@@ -85,7 +89,12 @@ def check_against_dense(backend, lens, prev, longest, dtype, activation, out_dty
     )  # fmt: skip
     for row, slot in enumerate(slots):
         alone = apart.step(sequence(step, ends, row, slot), out_dtype, **options)
-        assert np.array_equal(bits(out[:, ends[row] : ends[row + 1]]), bits(alone)), f"row {row}"
+        together_row = out[:, ends[row] : ends[row + 1]]
+        if form == "small" and lens[row] == 1 and case.ring_buffer_len > MOST_PLACES_OF_ONE:
+            assert relative_l2(together_row, alone) < 2e-3, "sums in another order"
+        else:
+            assert np.array_equal(bits(together_row), bits(alone)), f"row {row}"
+    assert np.isfinite(out[:, : ends[-1]].astype(np.float32)).all()
     assert np.isnan(out[:, ends[-1] :].astype(np.float32)).all(), "tokens of no sequence"
     assert_same(together.snapshot(), apart.snapshot())
     flushed = [p + q > 16 for p, q in zip(prev, lens, strict=True)]
@@ -97,12 +106,12 @@ def check_against_dense(backend, lens, prev, longest, dtype, activation, out_dty
 @every_state
 @pytest.mark.parametrize("activation", ["bfloat16", "float16"])
 @pytest.mark.parametrize("lens, prev, longest", BATCHES, ids=["T4", "T8", "T16"])
-def test_ragged_equals_dense(backend, lens, prev, longest, activation, dtype):
-    check_against_dense(backend, lens, prev, longest, dtype, activation)
-    check_against_dense(backend, lens, prev, longest, dtype, activation, np.float32)
+def test_ragged_equals_dense(backend, form, lens, prev, longest, activation, dtype):
+    check_against_dense(backend, lens, prev, longest, dtype, activation, form=form)
+    check_against_dense(backend, lens, prev, longest, dtype, activation, np.float32, form)
     if dtype != "float32":
         seed = {"rand_seed": np.array([8]), "philox_rounds": 4}
-        check_against_dense(backend, lens, prev, longest, dtype, activation, **seed)
+        check_against_dense(backend, lens, prev, longest, dtype, activation, form=form, **seed)
 
 
 @every_state
@@ -127,7 +136,7 @@ def test_flush_goes_by_the_actual_length(backend, dtype):
 
 
 @every_state
-def test_empty_sequences_touch_nothing(backend, dtype):
+def test_empty_sequences_touch_nothing(backend, form, dtype):
     lens, prev = [3, 0, 4, 0, 1], [5, 15, 12, 16, 0]
     check_against_dense_or_untouched(backend, lens, prev, dtype)
     with reference_path():
@@ -184,7 +193,7 @@ def test_padding_in_a_ragged_batch(backend, padding):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_sequence_longer_than_promised_stays_inside(backend, dtype):
+def test_a_sequence_longer_than_promised_stays_inside(backend, form, dtype):
     """Its first tokens are taken; nothing is written beyond, in memory or in `out`."""
     case = Case(SHAPE, 4, 16, dtype, num_slots=3)
     rng = np.random.default_rng(5)

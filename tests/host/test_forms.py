@@ -1,4 +1,8 @@
-"""A decode step is the same, bit for bit, in both forms of the kernel and however it is spread."""
+"""A decode step is the same in both forms of the kernel and however it is spread.
+
+What is stored is the same bit for bit, and so are the outputs of one form. Those of the two forms
+are sums in different orders: both are held against float64.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,47 @@ import numpy as np
 import pytest
 from cases import SHAPES, Case, Shape, Step, make_step
 from conftest import choose_form
-from oracles import bits, poison_dead_rows
-from runs import STATES, NumPyBackend, Run, Stored, make_stored
+from oracles import Recurrence, bits, live_rows_of_batch, poison_dead_rows, relative_l2
+from runs import STATES, NumPyBackend, Run, Stored, make_stored, replayed
 
 from host.launcher import ORDERS, HostLauncher, scratch_of
-from replayssm_cupy import allocate_scratch, decode
+from replayssm_cupy import allocate_scratch, decode, schedule
 from replayssm_cupy.keys import (
     SCALED_DTYPES,
     CheckpointingSsuKey,
     PreparedCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
 )
-from replayssm_cupy.schedule import Processor
+from replayssm_cupy.schedule import MOST_PLACES, Processor, Spread, most_quads
 
 KEYS = {
     "stream": CheckpointingSsuKey,
     "small": SmallCheckpointingSsuKey,
     "two kernels": PreparedCheckpointingSsuKey,
 }
-# Of 17 sequences of two groups of three heads: an item has a whole group, two heads and then one,
-# or one; a head has one part, or three with a slab that is not there.
-SPREADS = {1: (3, 1), 3: (2, 1), 500: (1, 3)}
+# Of 17 sequences of two groups of three heads: an item of the streaming form has a whole group, two
+# heads and then one, or one.
+HEADS = {1: 3, 3: 2, 500: 1}
 BATCH = 17
+OUT_TOLERANCE = 2e-5  # of outputs in float32, whatever the state
+
+
+def small_spreads(key: SmallCheckpointingSsuKey) -> list[Spread]:
+    """Parts of 80 rows: five, or two or three with rows that are not there."""
+    quads, widest = most_quads(key), 8 if key.token_tiles == 1 else 4
+    wide = [Spread(rows // (4 * quads), quads) for rows in (16, 32, 48, 64)]
+    return [Spread(4, 1), Spread(widest, 1), *(s for s in wide if 2 <= s.state_warps <= widest)]
 
 
 @pytest.fixture
 def in_form(monkeypatch):
     """Does one step in a form of the kernel: its output, the pools after it, and its plan."""
 
-    def run(form, case: Case, pools: Stored, step: Step, count=3, order="forward", **options):
+    def run(form, case: Case, pools: Stored, step: Step, count=3, order="forward", spread=None,
+            **options):  # fmt: skip
         choose_form(monkeypatch, form)
+        if spread is not None:
+            monkeypatch.setattr(schedule, "spread_small", lambda *args: spread)
         processor = Processor(count, 227 << 10)
         monkeypatch.setattr(decode, "processor", lambda device: processor)
         after = Run(NumPyBackend(), pools, case.max_window)
@@ -49,7 +64,7 @@ def in_form(monkeypatch):
             # The second kernel must not read before it waits.
             launcher.late = scratch_of
         with launcher.installed():
-            out = after.step(step, **options)
+            out = after.step(step, np.float32, **options)
             (plan,) = decode._plans.values()
         assert type(plan.key) is KEYS[form]
         return out, after.snapshot(), plan
@@ -59,8 +74,20 @@ def in_form(monkeypatch):
 
 def assert_same(one: tuple, other: tuple) -> None:
     assert np.array_equal(bits(one[0]), bits(other[0])), "out"
+    assert_stored_alike(one, other)
+
+
+def assert_stored_alike(one: tuple, other: tuple) -> None:
     for name, array in one[1].arrays().items():
         assert np.array_equal(bits(array), bits(getattr(other[1], name))), name
+
+
+def exact_outputs(pools: Stored, step: Step) -> np.ndarray:
+    """Of a step of whole sequences, in float64."""
+    exact = Recurrence(pools.values())
+    for _, slot in live_rows_of_batch(step, len(pools.state)):
+        exact.resync(slot, replayed(pools, step.A, slot), 0)
+    return exact.propose(step)
 
 
 def full_pools(case: Case, rng: np.random.Generator) -> Stored:
@@ -92,22 +119,48 @@ def test_batch_beyond_one_list(in_form, dtype):
     slots = rng.permutation(case.num_slots)[:batch].astype(np.int32)
     slots[[3, 600]] = -1
     step = make_step(case, batch, rng, slots=slots)
+    exact = exact_outputs(pools, step)
     small = in_form("small", case, pools, step)
+    assert relative_l2(small[0], exact) <= OUT_TOLERANCE
     for form in ("stream", "two kernels"):
         for order in ORDERS[:2]:
-            assert_same(small, in_form(form, case, pools, step, order=order))
+            other = in_form(form, case, pools, step, order=order)
+            assert_stored_alike(small, other)
+            assert relative_l2(other[0], exact) <= OUT_TOLERANCE
 
 
 def test_more_heads_than_lanes(in_form):
     case = Case(Shape("many-heads", 34, 1, 64, 64), 2, 16, "int8", num_slots=3)
     rng = np.random.default_rng(2)
     pools, step = full_pools(case, rng), make_step(case, 3, rng)
-    one, *others = (in_form(form, case, pools, step) for form in KEYS)
-    for other in others:
-        assert_same(one, other)
+    runs = [in_form(form, case, pools, step) for form in KEYS]
+    for run in runs:
+        assert_stored_alike(runs[0], run)
+        assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
 
 
-@pytest.mark.parametrize("tokens", [3, 11])
+class LongRings(Case):
+    """Rings with more rows than the small form counts by their places."""
+
+    @property
+    def ring_buffer_len(self) -> int:
+        return MOST_PLACES + 9
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_long_rings(in_form, dtype, tokens):
+    case = LongRings(SHAPES["three-heads-per-group"], tokens, 16, dtype, num_slots=6)
+    rng = np.random.default_rng(tokens)
+    pools, step = full_pools(case, rng), make_step(case, 6, rng)
+    small, stream = (in_form(form, case, pools, step) for form in ("small", "stream"))
+    assert not small[2].record.by_place
+    assert_stored_alike(small, stream)
+    for run in (small, stream):
+        assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 11])
 @pytest.mark.parametrize("dtype", STATES[::-1])  # those with most to go wrong first
 def test_forms_agree(in_form, dtype, tokens):
     case = Case(SHAPES["three-heads-per-group"], tokens, 16, dtype, num_slots=20)
@@ -116,23 +169,32 @@ def test_forms_agree(in_form, dtype, tokens):
     slots = rng.permutation(case.num_slots)[:BATCH].astype(np.int32)
     slots[[4, 11]] = -1, case.num_slots
     dense = make_step(case, BATCH, rng, slots=slots)
-    ragged, ends = in_a_row(dense, rng.integers(0, tokens + 1, BATCH))
+    lens = rng.integers(0, tokens + 1, BATCH)
+    ragged, ends = in_a_row(dense, lens)
     lengths = {"cu_seqlens": ends, "max_seqlen": tokens}
     if dtype != "float32":
         lengths["rand_seed"] = np.array([8])
-    for step, options in ((dense, {"pad_output": "keep"}), (ragged, lengths)):
+    exact = exact_outputs(pools, dense)
+    of_ragged = np.concatenate([exact[b, :q] for b, q in enumerate(lens)])[None]
+    for step, options, expected in ((dense, {}, exact), (ragged, lengths, of_ragged)):
         first = in_form("small", case, pools, step, **options)
         flushed = bits(first[1].state).reshape(20, -1) != bits(pools.state).reshape(20, -1)
         assert 0 < flushed.any(1).sum() < BATCH - 2
-        for count, (heads, parts) in SPREADS.items():
+        assert relative_l2(first[0], expected) <= OUT_TOLERANCE
+        streams = []
+        for count, heads in HEADS.items():
             for order in ORDERS:
-                of_stream, of_small, of_two = (
-                    in_form(form, case, pools, step, count, order, **options) for form in KEYS
-                )
                 most = 1 if dtype == "float32" else 3 if dtype in SCALED_DTYPES else 2
-                for of_streaming in (of_stream, of_two):
-                    assert of_streaming[2].record.heads_of_item == min(heads, most)
-                assert of_small[2].grid[2] == parts
-                assert_same(first, of_stream)
-                assert_same(first, of_small)
-                assert_same(first, of_two)
+                for form in ("stream", "two kernels"):
+                    stream = in_form(form, case, pools, step, count, order, **options)
+                    assert stream[2].record.heads_of_item == min(heads, most)
+                    streams.append(stream)
+        assert relative_l2(streams[0][0], expected) <= OUT_TOLERANCE
+        assert_stored_alike(first, streams[0])
+        for stream in streams[1:]:
+            assert_same(streams[0], stream)
+        for spread in small_spreads(first[2].key):
+            for order in ORDERS:
+                small = in_form("small", case, pools, step, 3, order, spread, **options)
+                assert small[2].grid[2] == -(-80 // spread.rows)
+                assert_same(first, small)

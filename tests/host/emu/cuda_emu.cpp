@@ -243,6 +243,21 @@ void block_barrier() {
   wait_until(&block.barrier_generation, ~0ull, generation, "__syncthreads");
 }
 
+void named_barrier(int id, unsigned threads, bool wait) {
+  NamedBarrier& barrier = g_block->named[id];
+  if (barrier.arrived && barrier.threads != threads)
+    throw Error("barrier " + std::to_string(id) + ": a thread expects " + std::to_string(threads) +
+                " threads, another " + std::to_string(barrier.threads));
+  barrier.threads = threads;
+  const uint64_t generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    barrier.generation = generation + 1;
+  } else if (wait) {
+    wait_until(&barrier.generation, ~0ull, generation, "bar.sync");
+  }
+}
+
 Slots meet(uint32_t mask, const char* collective, const void* in, size_t bytes,
            void (*finish)(Slots)) {
   Thread& me = *g_thread;
@@ -325,6 +340,7 @@ void start_threads(Block& block) {
   if (block.threads.size() < count) block.threads.resize(count);
   block.warps.resize((count + kWarpSize - 1) / kWarpSize);
   block.live = count, block.at_barrier = 0;
+  for (NamedBarrier& barrier : block.named) barrier.arrived = 0;
   block.bulk_copies.clear();
   for (auto& warp : block.warps)
     for (auto& rendezvous : warp) rendezvous->arrived = 0;
@@ -361,6 +377,9 @@ void run_block(Block& block) {
     });
     if (!moved && block.error.empty() && !kernel_ahead_ends()) block.error = deadlock_report();
   }
+  for (const NamedBarrier& barrier : block.named)
+    if (block.error.empty() && barrier.arrived)
+      block.error = "the block ended while a named barrier waited for threads" + where();
   if (block.error.empty() && !block.bulk_copies.empty())
     block.error = "the block ended with a bulk copy that nothing waited for" + where();
 }

@@ -72,6 +72,11 @@ struct Rendezvous {  // of the lanes of one mask in one warp
   alignas(16) unsigned char slots[2][32][64];  // two: a fast lane may meet again at once
 };
 
+struct NamedBarrier {
+  unsigned arrived = 0, threads = 0;
+  volatile uint64_t generation = 0;
+};
+
 struct Block {
   uint3 index{};
   dim3 dim, grid;
@@ -79,6 +84,7 @@ struct Block {
   std::vector<std::vector<std::unique_ptr<Rendezvous>>> warps;
   unsigned live = 0, at_barrier = 0;
   volatile uint64_t barrier_generation = 0;
+  NamedBarrier named[16];
   unsigned char* shared = nullptr;
   std::vector<AsyncCopy> bulk_copies;
   std::string error;
@@ -94,6 +100,9 @@ inline int lane() { return int(g_thread->lane); }
 void wait_until(const volatile uint64_t* word, uint64_t mask, uint64_t value, const char* waits_at);
 
 void block_barrier();
+
+// The caller arrives at barrier `id`, which opens for `threads` of them; it waits there or goes on.
+void named_barrier(int id, unsigned threads, bool wait);
 
 // Behind it a thread sees what the kernel ahead writes; before, all bits there are set.
 void wait_for_kernel_ahead();

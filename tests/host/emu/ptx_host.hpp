@@ -80,6 +80,8 @@ inline uint32_t movmatrix(uint32_t row) {
 // -------------------------------------------------------------------------------- global memory
 
 inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline unsigned ld_global_u16(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline uint2 ld_global_v2(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 inline uint32_t ld_relaxed_gpu_u32(const void* p) { return ld_global_u32(p); }
@@ -98,6 +100,24 @@ inline int atomic_add_shared(smem_t address, int v) {
 inline uint4 load_shared16(smem_t address) { return *reinterpret_cast<const uint4*>(address); }
 inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
+
+inline unsigned zero_of_lane() { return 0; }
+inline void known_now(float) {}
+inline void keep_order() {}
+inline long long mul_wide(int a, int b) { return static_cast<long long>(a) * b; }
+template <class T>
+inline T* computed_now(T* p) {
+  return p;
+}
+
+template <int kId>
+void barrier_sync(unsigned threads) {
+  emu::named_barrier(kId, threads, true);
+}
+template <int kId>
+void barrier_arrive(unsigned threads) {
+  emu::named_barrier(kId, threads, false);
+}
 
 inline void expect_aligned(const char* name, const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % 16)
