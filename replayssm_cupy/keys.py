@@ -85,7 +85,7 @@ class CheckpointingSsuKey:
 
 @dataclass(frozen=True, slots=True)
 class SmallCheckpointingSsuKey(CheckpointingSsuKey):
-    """The same step in the form for few heads; `token_tiles` are the tokens it does at once."""
+    """The same step for few heads and one or two tokens, which are its `token_tiles`."""
 
     source: ClassVar[str] = "checkpointing_ssu_small.cu"
     kernel: ClassVar[str] = "checkpointing_ssu_small"
@@ -96,11 +96,11 @@ class SmallCheckpointingSsuKey(CheckpointingSsuKey):
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedCheckpointingSsuKey(CheckpointingSsuKey):
-    """The step on a state that has a copy in the form for few heads."""
+class SlabCheckpointingSsuKey(CheckpointingSsuKey):
+    """The step for few heads and several tokens, or on a state that has a copy."""
 
-    source: ClassVar[str] = "checkpointing_ssu_copied.cu"
-    kernel: ClassVar[str] = "checkpointing_ssu_copied"
+    source: ClassVar[str] = "checkpointing_ssu_slabs.cu"
+    kernel: ClassVar[str] = "checkpointing_ssu_slabs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,10 @@ def replay_keys(
     case = state_dtype, activation_dtype, dstate, tiles
     streams = dstate <= 128 or (tiles == 1 and state_dtype not in SCALED_FORMATS)
     small: CheckpointingSsuKey
-    if state_dtype in COPY_DTYPES:
-        small = CopiedCheckpointingSsuKey(*case)
+    if state_dtype in COPY_DTYPES or tokens > 2:
+        small = SlabCheckpointingSsuKey(*case)
     else:
-        small = SmallCheckpointingSsuKey(*case[:3], 1 if tokens == 1 else 2)
+        small = SmallCheckpointingSsuKey(*case[:3], max(tokens, 1))
     return [CheckpointingSsuKey(*case), small] if streams else [small]
 
 
@@ -319,13 +319,14 @@ Key = (
 
 def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
-    tokens = range(1, MAX_TOKENS + 1, TOKENS_PER_TILE)
-    firsts: dict[PrecomputeKey, None] = {}
+    tokens = 1, 2, 3, TOKENS_PER_TILE + 1  # steps of these many take all forms
+    forms: dict[Key, None] = {}
+    firsts: dict[Key, None] = {}
     for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, tokens):
-        yield from replay_keys(*case)
+        forms |= dict.fromkeys(replay_keys(*case))
         if second := two_kernel_key(*case):
-            yield second
-            firsts[precompute_key(second)] = None
+            forms[second] = firsts[precompute_key(second)] = None
+    yield from forms
     yield from firsts
     for plain in itertools.product(STATE_DTYPES, PLAIN_ACTIVATION_DTYPES, DSTATES):
         yield SelectiveStateUpdateKey(*plain)

@@ -16,9 +16,9 @@ from .keys import (
     SCALED_FORMATS,
     SLAB,
     CheckpointingSsuKey,
-    CopiedCheckpointingSsuKey,
     PrecomputeKey,
     PreparedCheckpointingSsuKey,
+    SlabCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
     bytes_of_slab,
     precompute_key,
@@ -131,8 +131,8 @@ def schedule(
 def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     if isinstance(key, SmallCheckpointingSsuKey):
         return _small(key, step, on)
-    copied = isinstance(key, CopiedCheckpointingSsuKey)
-    return _small_copied(key, step, on) if copied else _stream(key, step, on)
+    slabs = isinstance(key, SlabCheckpointingSsuKey)
+    return _slabs(key, step, on) if slabs else _stream(key, step, on)
 
 
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -142,9 +142,9 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     streaming form does better.
     """
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
-    if step.tokens == 1 or key.state_dtype in ("bfloat16", "float16"):
+    if step.tokens == 1 or (step.tokens > 2 and key.state_dtype in ("bfloat16", "float16")):
         return heads <= 8
-    return heads <= (4 if key.state_dtype == "float32" else 2)
+    return heads <= (4 if key.state_dtype == "float32" and step.tokens > 2 else 2)
 
 
 def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -306,7 +306,7 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
     return Schedule(key, grid, fields["threads"], SMALL_BYTES[key.token_tiles == 1], fields)
 
 
-def _small_copied(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
     heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
     slabs = all_slabs
@@ -392,7 +392,7 @@ def _round_up(size: int, unit: int) -> int:
 
 def typical(key: CheckpointingSsuKey | PrecomputeKey, shared_bytes: int) -> Schedule:
     """The launch of a full multiprocessor: 64 heads in 8 groups, head_dim 64, windows of 16."""
-    few = isinstance(key, SmallCheckpointingSsuKey | CopiedCheckpointingSsuKey)
+    few = isinstance(key, SmallCheckpointingSsuKey | SlabCheckpointingSsuKey)
     tokens = key.least_tokens
     step = Step(1 if few else 256, 64, 8, 64, tokens, 16, 16 + tokens, False)
     if isinstance(key, PrecomputeKey):

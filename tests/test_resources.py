@@ -141,7 +141,7 @@ def test_launch_shape_is_that_of_the_plan(key, monkeypatch):
     activation = types[key.activation_dtype]
     replay = isinstance(key, CheckpointingSsuKey)
     tokens = key.least_tokens if replay else 1
-    few = SmallCheckpointingSsuKey, keys.CopiedCheckpointingSsuKey
+    few = SmallCheckpointingSsuKey, keys.SlabCheckpointingSsuKey
     batch = 1 if isinstance(key, few) else 256
     x = np.zeros((batch, tokens, 64, 64), activation)
     B = np.zeros((batch, tokens, 8, key.dstate), activation)

@@ -1,4 +1,4 @@
-// The step on a state that has a copy to read in the form for few heads: the phases of
+// The step for few heads and several tokens, or on a state that has a copy to read: the phases of
 // checkpointing_ssu.cu, so the same bits, in another order. Grid: one block per batch row (x), head
 // (y) and part of the head (z); one warp per slab of 16 rows p, and two that prepare the weights
 // meanwhile. The ring's rows lie in shared memory by their places in the ring, so that nothing
@@ -279,7 +279,7 @@ constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
 __global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
-    checkpointing_ssu_copied(const __grid_constant__ CheckpointingSsuParams params) {
+    checkpointing_ssu_slabs(const __grid_constant__ CheckpointingSsuParams params) {
   const int row = blockIdx.x;
   const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(params, ptx::dynamic_smem(),
                                                                  blockIdx.y, blockIdx.z);
