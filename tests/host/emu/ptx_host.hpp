@@ -102,7 +102,7 @@ inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
 
 inline unsigned zero_of_lane() { return 0; }
-inline void known_now(float) {}
+inline void known_now(float v) {}
 inline void keep_order() {}
 inline long long mul_wide(int a, int b) { return static_cast<long long>(a) * b; }
 template <class T>
