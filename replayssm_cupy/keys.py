@@ -102,6 +102,12 @@ class SlabCheckpointingSsuKey(CheckpointingSsuKey):
     source: ClassVar[str] = "checkpointing_ssu_slabs.cu"
     kernel: ClassVar[str] = "checkpointing_ssu_slabs"
 
+    @property
+    def least_tokens(self) -> int:
+        if self.token_tiles > 1:
+            return TOKENS_PER_TILE + 1
+        return 1 if self.state_dtype in COPY_DTYPES else 3
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedCheckpointingSsuKey(CheckpointingSsuKey):
