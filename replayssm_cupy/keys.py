@@ -25,6 +25,7 @@ DSTATES = (64, 128, 256)
 MAX_TOKENS = 16
 MAX_WINDOW = 16
 TOKENS_PER_TILE = 8
+TOKENS_OF_FORMS = 1, 2, 3, 9  # the least tokens of a step that takes another kernel
 
 _CPP = {
     "float32": "float",
@@ -325,10 +326,9 @@ Key = (
 
 def every_key() -> Iterator[Key]:
     """All instances that exist, source file by source file."""
-    tokens = 1, 2, 3, TOKENS_PER_TILE + 1  # steps of these many take all forms
     forms: dict[Key, None] = {}
     firsts: dict[Key, None] = {}
-    for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, tokens):
+    for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, TOKENS_OF_FORMS):
         forms |= dict.fromkeys(replay_keys(*case))
         if second := two_kernel_key(*case):
             forms[second] = firsts[precompute_key(second)] = None

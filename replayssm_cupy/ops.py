@@ -124,7 +124,8 @@ def checkpointing_ssu(
     algorithm : "monolith": one kernel. "two-kernel": the first writes the weights of the rows to
         the scratch, without which this is an error, and the second, which may start while the first
         still runs, takes them from there. "auto": by measured bounds, of which there are none so
-        far: one kernel. The bits are the same. One kernel does the step too where scratch of
+        far: one kernel. The bits are those of one kernel in its form for many heads. One kernel
+        does the step too where scratch of
         FlashInfer's shape does not hold the weights as they are (more than 6 tokens, or more than 2
         with max_window up to 8), and with dstate 256 if the state is 8-bit or there are more than 8
         tokens.

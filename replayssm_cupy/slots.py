@@ -38,7 +38,7 @@ from .keys import (
     MAX_TOKENS,
     SCALED_DTYPES,
     STATE_DTYPES,
-    TOKENS_PER_TILE,
+    TOKENS_OF_FORMS,
     AdvanceRingKey,
     Key,
     LoadStateKey,
@@ -463,7 +463,7 @@ def warm_up(
         raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
     two_kernels = check_algorithm(algorithm) == "two-kernel"
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
-    for tokens in range(1, npredicted + 1, TOKENS_PER_TILE):
+    for tokens in (least for least in TOKENS_OF_FORMS if least <= npredicted):
         keys += replay_keys(state, activation, dstate, tokens)
         second = two_kernel_key(state, activation, dstate, tokens)
         if two_kernels and second is not None:

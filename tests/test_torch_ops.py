@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case, Shape, make_pools, make_step
+from conftest import choose_form
 from oracles import bits
 
 import replayssm_cupy as ssm
@@ -126,8 +127,9 @@ def test_operators_are_the_functions(device):
     assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
 
 
-def test_two_kernels(device):
+def test_two_kernels(device, monkeypatch):
     """Scratch and algorithm go through both operators; the bits stay those of one kernel."""
+    choose_form(monkeypatch, "stream")
     mine, theirs = pools_on(device), pools_on(device)
     handle, stack = handle_on(device), handle_on(device).stack
     given, options = split(tokens_on(device))

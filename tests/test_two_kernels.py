@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import DTYPES, SHAPES, Case, Shape, Step, make_step
+from conftest import choose_form
 from oracles import bits, poison_dead_rows
 from runs import STATES, Run, Stored, make_stored
 
@@ -50,9 +51,8 @@ def full_pools(case: Case, rng: np.random.Generator) -> Stored:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan and no call was made before."""
-    monkeypatch.setattr(decode, "_plans", {})
-    monkeypatch.setattr(ops, "_calls", calls.SeenCalls())
+    """No plan and no call was made before; one kernel takes the form for many heads, too."""
+    choose_form(monkeypatch, "stream")
 
 
 class Pair:

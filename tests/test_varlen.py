@@ -26,7 +26,6 @@ from runs import (
 
 import replayssm_cupy as ssm
 from replayssm_cupy import reference
-from replayssm_cupy.schedule import MOST_PLACES_OF_ONE
 
 SHAPE = Shape("ragged", 4, 2, 64, 128)
 TOKEN_ARRAYS = ("x", "dt", "B", "C", "z")
@@ -90,10 +89,7 @@ def check_against_dense(
     for row, slot in enumerate(slots):
         alone = apart.step(sequence(step, ends, row, slot), out_dtype, **options)
         together_row = out[:, ends[row] : ends[row + 1]]
-        if form == "small" and lens[row] == 1 and case.ring_buffer_len > MOST_PLACES_OF_ONE:
-            assert relative_l2(together_row, alone) < 2e-3, "sums in another order"
-        else:
-            assert np.array_equal(bits(together_row), bits(alone)), f"row {row}"
+        assert_outputs(together_row, alone, few_tokens=form == "small" and lens[row] <= 2)
     assert np.isfinite(out[:, : ends[-1]].astype(np.float32)).all()
     assert np.isnan(out[:, ends[-1] :].astype(np.float32)).all(), "tokens of no sequence"
     assert_same(together.snapshot(), apart.snapshot())
@@ -101,6 +97,14 @@ def check_against_dense(
     for slot, flush in zip(slots, flushed, strict=True):
         same = np.array_equal(bits(together.snapshot().state[slot]), bits(pools.state[slot]))
         assert same != flush
+
+
+def assert_outputs(one: np.ndarray, other: np.ndarray, few_tokens: bool) -> None:
+    """Few heads with one or two tokens are summed in another order than with more."""
+    if few_tokens:
+        assert relative_l2(one, other) < (2e-5 if one.dtype == np.float32 else 2e-3)
+    else:
+        assert np.array_equal(bits(one), bits(other))
 
 
 @every_state
@@ -138,12 +142,12 @@ def test_flush_goes_by_the_actual_length(backend, dtype):
 @every_state
 def test_empty_sequences_touch_nothing(backend, form, dtype):
     lens, prev = [3, 0, 4, 0, 1], [5, 15, 12, 16, 0]
-    check_against_dense_or_untouched(backend, lens, prev, dtype)
+    check_against_dense_or_untouched(backend, lens, prev, dtype, form)
     with reference_path():
-        check_against_dense_or_untouched(NumPyBackend(), lens, prev, dtype)
+        check_against_dense_or_untouched(NumPyBackend(), lens, prev, dtype, "stream")
 
 
-def check_against_dense_or_untouched(backend, lens, prev, dtype):
+def check_against_dense_or_untouched(backend, lens, prev, dtype, form):
     case = Case(SHAPE, 4, 16, dtype, num_slots=5)
     rng = np.random.default_rng(2)
     pools = pools_at(case, prev, rng)
@@ -152,7 +156,8 @@ def check_against_dense_or_untouched(backend, lens, prev, dtype):
     out = together.step(step, cu_seqlens=ends, max_seqlen=4)
     for row in (0, 2, 4):
         alone = apart.step(sequence(step, ends, row, row))
-        assert np.array_equal(bits(out[:, ends[row] : ends[row + 1]]), bits(alone))
+        few_tokens = form == "small" and lens[row] <= 2
+        assert_outputs(out[:, ends[row] : ends[row + 1]], alone, few_tokens)
     assert_same(together.snapshot(), apart.snapshot())
 
 
