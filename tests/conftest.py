@@ -125,3 +125,17 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     host = HostBackend(order, int(os.environ.get("REPLAYSSM_HOST_SEED", "0")))
     monkeypatch.setitem(plan.launchers, "cpu", host.launcher)
     return host
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def place(request: pytest.FixtureRequest, backend: Any) -> Any:
+    """The backend, or the reference beside it; the second needs no more than one backend."""
+    from runs import NumPyBackend, reference_path
+
+    if request.param == "kernel":
+        yield backend
+        return
+    if backend.name == "cuda":
+        pytest.skip("the reference runs with the host backend")
+    with reference_path():
+        yield NumPyBackend()

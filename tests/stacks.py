@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from cases import Case, Shape
 from oracles import Audit, bits, float64
-from runs import NumPyBackend, make_stored, reference_path
+from runs import make_stored
 
 import replayssm_cupy as ssm
 
 SHAPE = Shape("snapshots", 4, 2, 64, 64)
 CASE = Case(SHAPE, npredicted=4, max_window=16, num_slots=8)
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def place(request, backend):
-    """The backend, or the reference beside it; the second needs no more than one backend."""
-    if request.param == "kernel":
-        yield backend
-        return
-    if backend.name == "cuda":
-        pytest.skip("the reference runs with the host backend")
-    with reference_path():
-        yield NumPyBackend()
 
 
 def make_stack(place, case: Case, layers: int = 2, *, fill: bool = False, seed: int = 0, **options):

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import choose_form
 
 import replayssm_cupy as ssm
 from replayssm_cupy import calls, decode, keys, layer_stack, ops, plan, slots, snapshots
@@ -934,9 +935,11 @@ def both_stacks(put, **more: Any) -> tuple[ssm.LayerStack, dict[str, Any], Any, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["monolith", "two-kernel"])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, pdl, algorithm):
+def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, monkeypatch, pdl, algorithm):
     """The call works on the stream that is current then, and allocates nothing."""
     import torch
+
+    choose_form(monkeypatch, "stream")  # of two kernels
 
     _, given, bound, step = both_stacks(cuda_put, enable_pdl=pdl, algorithm=algorithm)
     step()
@@ -960,8 +963,9 @@ def test_a_bound_call_on_a_side_stream_and_in_a_graph(cuda_put, pdl, algorithm):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["monolith", "two-kernel"])
-def test_a_bound_call_in_a_graph_of_cupy(algorithm):
+def test_a_bound_call_in_a_graph_of_cupy(monkeypatch, algorithm):
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    choose_form(monkeypatch, "stream")  # of two kernels
     _, given, bound, step = both_stacks(cupy.asarray, algorithm=algorithm)
     want = step().copy()
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -977,9 +981,11 @@ def test_a_bound_call_in_a_graph_of_cupy(algorithm):
 
 
 @pytest.mark.gpu
-def test_dependent_launches_give_the_same_bits(cuda_put):
+def test_dependent_launches_give_the_same_bits(cuda_put, monkeypatch):
     """Steps and cursor moves one after another, each allowed to start early."""
     import torch
+
+    choose_form(monkeypatch, "stream")  # of two kernels
 
     results = []
     for pdl, algorithm in ((False, "monolith"), (True, "monolith"), (True, "two-kernel")):

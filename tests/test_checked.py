@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import Case, Shape, make_step
 from oracles import bits, poison_dead_rows
-from runs import NumPyBackend, Run, device_of, make_stored, reference_path
+from runs import Run, device_of, make_stored
 
 import replayssm_cupy as ssm
 from replayssm_cupy import checked, decode
@@ -18,18 +18,6 @@ from replayssm_cupy import checked, decode
 CASE = Case(Shape("checked", 4, 2, 64, 64), npredicted=2, max_window=6, num_slots=6)
 SLOTS = np.array([4, 0, -1, 2], np.int32)
 LENGTHS = np.array([0, 2, 3, 3, 5], np.int32)
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def place(request, backend):
-    """The backend, or the reference beside it; the second needs no more than one backend."""
-    if request.param == "kernel":
-        yield backend
-        return
-    if backend.name == "cuda":
-        pytest.skip("the reference runs with the host backend")
-    with reference_path():
-        yield NumPyBackend()
 
 
 def pools_and_step(*, ragged: bool = False, state_dtype: str = "int8"):

@@ -12,12 +12,10 @@ from oracles import advance, bits, float64, poison_dead_rows, relative_l2
 from runs import (
     EIGHT_BIT,
     STATES,
-    NumPyBackend,
     Run,
     Stored,
     half_cells,
     make_stored,
-    reference_path,
 )
 
 import replayssm_cupy as ssm
@@ -26,18 +24,6 @@ from replayssm_cupy.schedule import Processor
 
 CASE = Case(Shape("prefix", 4, 2, 64, 128), npredicted=2, max_window=6, num_slots=9)
 KINDS = ("state", "x_cache", "B_cache", "dt_cache", "A", "state_scale")
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def place(request, backend):
-    """The backend, or the reference beside it; the second needs no more than one backend."""
-    if request.param == "kernel":
-        yield backend
-        return
-    if backend.name == "cuda":
-        pytest.skip("the reference runs with the host backend")
-    with reference_path():
-        yield NumPyBackend()
 
 
 @dataclass

@@ -17,16 +17,12 @@ from stacks import (
     feed,
     integers,
     make_stack,
-    place,
     step_all,
     values,
     weights,
 )
 
 import replayssm_cupy as ssm
-
-__all__ = ["place"]  # fixtures
-
 
 # --- Cases that public users met ------------------------------------------------------------------
 

@@ -12,15 +12,11 @@ from stacks import (
     edit,
     integers,
     make_stack,
-    place,
     values,
     weights,
 )
 
 import replayssm_cupy as ssm
-
-__all__ = ["place"]  # fixtures
-
 
 # --- Checked mode ---------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from stacks import (
     feed,
     integers,
     make_stack,
-    place,
     step_all,
     values,
     weights,
@@ -26,9 +25,6 @@ from stacks import (
 
 import replayssm_cupy as ssm
 from replayssm_cupy import reference
-
-__all__ = ["place"]  # fixtures
-
 
 # --- Snapshots ------------------------------------------------------------------------------------
 
