@@ -139,7 +139,8 @@ template <class Act, int kDstate>
 __device__ __forceinline__ void fold_checkpoint(float2 (&rows)[2][kDstate / 8],
                                                 const fp16* checkpoint, const unsigned char* B,
                                                 const Fold<fp16>& fold, const Lane& lane) {
-  constexpr int kPieces = kDstate / 32, kAtOnce = kPieces < 4 ? kPieces : 4;
+  constexpr int kMost = kExactTerms<Act> == 1 ? 4 : 2;  // two terms of B need the registers
+  constexpr int kPieces = kDstate / 32, kAtOnce = kPieces < kMost ? kPieces : kMost;
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const float decay[2] = {fold.decay, fold.decay};
 #pragma unroll
