@@ -184,12 +184,10 @@ struct FoldWarp : Block<kTokens> {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// Warps of a block.
-template <int kTokens>
-constexpr int kMostWarps = kTokens == 1 ? 14 : 10;
+constexpr int kMostWarps = 14;  // of a block
 
 template <class State, class Act, int kDstate, int kTokens>
-__global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kDstate <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   if (ptx::kHasDependentLaunch && params.starts_early) prefetch<State, Act, kDstate>(params);
   ptx::grid_dependency_wait();
