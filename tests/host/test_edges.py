@@ -228,6 +228,38 @@ def test_no_slab_is_read_behind_the_last_head(live, tokens):
         np.testing.assert_array_equal(getattr(edge, name), array)
 
 
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_no_token_is_read_behind_the_last(tokens):
+    """The last sequence of a ragged batch has one token, and memory ends there."""
+    rng = np.random.default_rng(8)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 1, rng, q=tokens + 1)
+    edge = pools.copy()
+    given = {name: before_a_hole(getattr(step, name)) for name in ("x", "dt", "B", "C", "z")}
+    ragged = {"cu_seqlens": np.array([0, tokens, tokens + 1], np.int32), "max_seqlen": tokens}
+    out = run(edge, replace(step, **given), **ragged)
+    np.testing.assert_array_equal(out, run(pools, step, **ragged))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+@tokens_of_both
+def test_slots_have_64_bits(tokens):
+    """One is padding that agrees with a slot in its lower half, and so may the sign of padding."""
+    rng = np.random.default_rng(9)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 2, rng, q=tokens, slots=np.array([1, 2**32], np.int64))
+    step = replace(step, pad_slot_id=2**32 + 1)
+    alone = pools.copy()
+    out = run(pools, step)
+    assert not out[1].astype(np.float32).any()
+    first = {name: getattr(step, name)[:1] for name in ("x", "dt", "B", "C", "z")}
+    slots = np.array([1], np.int64)
+    expected = run(alone, replace(step, **first, state_batch_indices=slots, pad_slot_id=-1))
+    np.testing.assert_array_equal(out[:1], expected)
+    for name, array in pools.arrays().items():
+        np.testing.assert_array_equal(getattr(alone, name), array)
+
+
 def every_second(array: np.ndarray) -> np.ndarray:
     """The same values with a gap of NaN, or of a slot that does not exist, after each."""
     wide = np.full((2 * len(array), *array.shape[1:]), -1 if array.dtype.kind == "i" else np.nan)
