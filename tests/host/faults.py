@@ -854,10 +854,15 @@ EDITS = {
         ),
         (
             "small: encoded before the row is known",
-            "    __syncthreads();\n    if (!any) return;",
-            "    if (!any) return;",
+            "    __syncthreads();\n    if (any) put(",
+            "    if (any) put(",
         ),
-        ("small: fold of the first columns", "(4 * n + at.t) * Piece", "at.t * Piece"),
+        (
+            "small: B of the first columns folded",
+            "(4 * n + at.t) * Piece::kColumns, map",
+            "at.t * 8, map",
+        ),
+        ("small: fold of the first columns", "(4 * n + at.t) * Piece::kColumns;", "at.t * 8;"),
         (
             "small: fold of the first slab",
             "fold(piece, first_row + p, n",
