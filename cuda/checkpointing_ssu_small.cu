@@ -67,8 +67,14 @@ struct FoldWarp : Block<kTokens> {
     static constexpr int kPairs = sizeof(State) == 4 ? 2 : 4, kColumns = 2 * kPairs;
     static constexpr int kCount = kDstate / (4 * kColumns);  // of a slab
     float2 v[2][kPairs];
-    State* to;
   };
+  // Row g of piece n of the slab whose first row is p.
+  __device__ __forceinline__ State* place_of(int p, int n, const Lane& at) const {
+    return static_cast<State*>(params.state) +
+           static_cast<unsigned>(request.slot) * params.state_slot_stride +
+           head * params.state_head_stride + (p + at.g) * kDstate +
+           (4 * n + at.t) * Piece::kColumns;
+  }
 
   // x of the old rows of a slab as an A operand.
   __device__ __forceinline__ void load_x(uint32_t (&x)[4], int p, const RowMap& map,
@@ -111,17 +117,15 @@ struct FoldWarp : Block<kTokens> {
   __device__ __forceinline__ void fold(Piece& piece, int p, int n, const Lane& at) const {
     constexpr int kPairs = Piece::kPairs;
     const RowMap map = {request.window.start, params.ring_buffer_len};
-    const int column = (4 * n + at.t) * Piece::kColumns;
-    piece.to = static_cast<State*>(params.state) +
-               static_cast<unsigned>(request.slot) * params.state_slot_stride +
-               head * params.state_head_stride + (p + at.g) * kDstate + column;
+    const State* from = place_of(p, n, at);
     uint32_t x[4], b[2][kPairs], stored[2][4] = {};
     constexpr int kWords = Piece::kColumns * sizeof(State) / 4;
-    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), piece.to);
-    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), piece.to + 8 * kDstate);
+    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), from);
+    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), from + 8 * kDstate);
     load_x(x, p, map, at);
-    load_B(b, column, map, at);
+    load_B(b, (4 * n + at.t) * Piece::kColumns, map, at);
     const Fold<State> rows = prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), x);
+    ptx::keep_order();  // what is unpacked early fills registers
     float decay[2] = {rows.decay, rows.decay};
     if constexpr (convert::kScaled<State>) {
       const float* scale = scale_of(p + at.g);
@@ -145,9 +149,10 @@ struct FoldWarp : Block<kTokens> {
       }
     } else {
       for (int n = warp; n < pieces; n += warps) {
+        const int p = first_row + n / kPieces * kRows;
         Piece piece;
-        fold(piece, first_row + n / kPieces * kRows, n % kPieces, at);
-        Target<State, kDstate>{params, piece.to, nullptr}.put(piece.v, 0);
+        fold(piece, p, n % kPieces, at);
+        Target<State, kDstate>{params, place_of(p, n % kPieces, at), nullptr}.put(piece.v, 0);
       }
     }
   }
@@ -155,9 +160,9 @@ struct FoldWarp : Block<kTokens> {
   // Piece n of the block's slabs: a row is encoded when all of its pieces are known.
   __device__ __forceinline__ void flush_scaled(int n, bool any, const Lane& at) const {
     constexpr int kPieces = Piece::kCount;
-    const int p = n / kPieces * kRows;  // of the block
     Piece piece;
     if (any) {
+      const int p = n / kPieces * kRows;  // of the block
       fold(piece, first_row + p, n % kPieces, at);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -166,7 +171,12 @@ struct FoldWarp : Block<kTokens> {
       }
     }
     __syncthreads();
-    if (!any) return;
+    if (any) put(piece, ptx::opaque(static_cast<unsigned>(n)), at);
+  }
+
+  __device__ __forceinline__ void put(const Piece& piece, unsigned n, const Lane& at) const {
+    constexpr int kPieces = Piece::kCount;
+    const int p = n / kPieces * kRows, J = n % kPieces;
     const Target<State, kDstate> target = {params, nullptr, nullptr};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -176,20 +186,18 @@ struct FoldWarp : Block<kTokens> {
         amax = ptx::max_magnitude(amax, shared.largest[p + at.g + 8 * h][i]);
       }
       const convert::RowScale scale = convert::row_scale<State>(amax);
-      target.put_half(piece.to + 8 * h * kDstate, piece.v[h], scale);
-      if (n % kPieces == 0 && at.t == 0) *scale_of(first_row + p + at.g + 8 * h) = scale.decode;
+      target.put_half(place_of(first_row + p + 8 * h, J, at), piece.v[h], scale);
+      if (J == 0 && at.t == 0) *scale_of(first_row + p + at.g + 8 * h) = scale.decode;
     }
   }
 };
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// Warps of a block.
-template <int kTokens>
-constexpr int kMostWarps = kTokens == 1 ? 14 : 10;
+constexpr int kMostWarps = 14;  // of a block
 
 template <class State, class Act, int kDstate, int kTokens>
-__global__ void __launch_bounds__(32 * kMostWarps<kTokens>, kDstate <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   if (ptx::kHasDependentLaunch && params.starts_early) prefetch<State, Act, kDstate>(params);
   ptx::grid_dependency_wait();

@@ -23,13 +23,14 @@ struct CheckpointingSsuParams {
   const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
   int64_t slots_stride;
   int64_t pad_slot_id;
-  int slots_type;  // IndexType
-  int num_slots, npredicted;
+  int starts_early;  // 1: before the kernel ahead has ended
+  int slots_type;    // IndexType
+  int npredicted;
   // Of the small form: warps for the state, and how many times four rows of a head each takes; rows
   // and threads of a block; ring rows that it looks at, and whether they are all of the ring, by
   // their places.
   int state_warps, quads, rows_of_block, threads, ring_rows, by_place;
-  int starts_early;                 // 1: before the kernel ahead has ended
+  int num_slots;
   int64_t inverse_heads_per_group;  // as `divide` takes it
   const void* C;                    // (batch, npredicted, ngroups, dstate)
   int64_t C_batch_stride, C_token_stride, C_group_stride;

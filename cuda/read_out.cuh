@@ -23,33 +23,31 @@ struct StateWarp : Block<kTokens> {
 
   __device__ __forceinline__ explicit StateWarp(const Base& block) : Base(block) {}
 
-  // What the lane asks for: pieces of the checkpoint and their scales, x of every eighth row, and
-  // of a pass C beside the pieces and z of the lane's token. Of kQuads rows p, four apart.
+  // What the lane asks for: pieces of the checkpoint and their scales, C beside them, x of every
+  // eighth row, and z of its token.
   struct Inputs {
     uint4 state[kQuads][Pieces::kCount];
     uint32_t C[kTokens][Pieces::kCount][Pieces::kColumns / 2];
-    uint32_t x[kQuads][kRowsKept], z[kQuads];
+    uint32_t x[kQuads][kRowsOfLane], z[kQuads];
     float scale[kQuads];
   };
 
-  // C and z of a pass; p is the lane's first row.
-  __device__ __forceinline__ void load_pass(Inputs& in, int first, int p) const {
+  // p is the lane's first row.
+  __device__ __forceinline__ void ask_for_tokens(Inputs& in, int p) const {
     constexpr int kColumns = Pieces::kColumns;
     if (request.window.q == 0) return;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const Act* C = C_of_token<Act>(params, request, group, token(first + t)) + kColumns * lane;
+      const Act* C = C_of_token<Act>(params, request, group, token(t)) + kColumns * lane;
 #pragma unroll
       for (int n = 0; n < Pieces::kCount; ++n) {
         load_words(in.C[t][n], C + kLanesOfRow * kColumns * n);
       }
     }
     if (params.z == nullptr) return;
-    const Act* z = z_of_token<Act>(params, request, head, token(first + Base::token_of_lane())) + p;
+    const Act* z = z_of_token<Act>(params, request, head, token(Base::token_of_lane())) + p;
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      in.z[i] = ptx::ld_global_u16(z + kRowsOfWarp * i);
-    }
+    for (int i = 0; i < kQuads; ++i) in.z[i] = ptx::ld_global_u16(z + kRowsOfWarp * i);
   }
 
   // What does not need the slot but its place: the lane's first piece, its scale, and x of every
@@ -57,7 +55,7 @@ struct StateWarp : Block<kTokens> {
   struct StateRows {
     const State* state;
     const float* scale;
-    const Act* x[kRowsKept];
+    const Act* x[kRowsOfLane];
   };
 
   // x of row r but for the slot, from p on; ring row 0 lies at place `first`.
@@ -66,14 +64,9 @@ struct StateWarp : Block<kTokens> {
     if (t >= 0) return x_of_token<Act>(params, request, head, token(t)) + p;
     return x_ring<Act>(params, 0, head) + ring_offset(first, r, params.x_cache_row_stride) + p;
   }
-  __device__ __forceinline__ int64_t slot_of_row(int r) const {
-    const unsigned slot = request.slot;
-    return r < params.ring_rows ? slot * params.x_cache_slot_stride : 0;
-  }
-
   __device__ __forceinline__ void find_x(StateRows& rows, int first, int p) const {
 #pragma unroll
-    for (int k = 0; k < kRowsKept; ++k) {
+    for (int k = 0; k < kRowsOfLane; ++k) {
       rows.x[k] = ptx::computed_now(x_of_row(kLanesOfRow * k + lane, first, p));
     }
   }
@@ -109,23 +102,16 @@ struct StateWarp : Block<kTokens> {
   }
 
   __device__ __forceinline__ void ask_for_x(Inputs& in, const StateRows& rows) const {
+    const int64_t of_slot = static_cast<unsigned>(request.slot) * params.x_cache_slot_stride;
 #pragma unroll
-    for (int k = 0; k < kRowsKept; ++k) {
+    for (int k = 0; k < kRowsOfLane; ++k) {
       const int r = kLanesOfRow * k + lane;
-      const Act* x = rows.x[k] + slot_of_row(r);
-      if (r < params.ring_rows + request.window.q) load_x(in.x, k, x);
-    }
-  }
-  template <int kCount>
-  __device__ __forceinline__ static void load_x(uint32_t (&to)[kQuads][kCount], int k,
-                                                const Act* x) {
+      const Act* x = rows.x[k] + (r < params.ring_rows ? of_slot : 0);
+      if (r < params.ring_rows + request.window.q) {
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) to[i][k] = ptx::ld_global_u16(x + kRowsOfWarp * i);
-  }
-
-  // Values of the state are found anew in each pass: they would fill registers.
-  __device__ __forceinline__ static uint4 anew(const uint4& v) {
-    return make_uint4(ptx::opaque(v.x), ptx::opaque(v.y), ptx::opaque(v.z), ptx::opaque(v.w));
+        for (int i = 0; i < kQuads; ++i) in.x[i][k] = ptx::ld_global_u16(x + kRowsOfWarp * i);
+      }
+    }
   }
 
   // The lane's part of S C_t, as stored, for the rows and tokens.
@@ -145,7 +131,7 @@ struct StateWarp : Block<kTokens> {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
           float2 S[2];
-          piece_pairs<State>(kTokens > 1 ? anew(in.state[i][n]) : in.state[i][n], q, S);
+          piece_pairs<State>(in.state[i][n], q, S);
 #pragma unroll
           for (int t = 0; t < kTokens; ++t) {
 #pragma unroll
@@ -167,66 +153,50 @@ struct StateWarp : Block<kTokens> {
     }
   }
 
-  // Adds row r, whose x the lane has in place k.
-  template <int kCount>
-  __device__ __forceinline__ void add_row(float (&sums)[kQuads][kTokens], int pass, int r,
-                                          const uint32_t (&xs)[kQuads][kCount], int k) const {
-    const bool there = r < params.ring_rows + request.window.q;
-    float weights[kTokens];
-#pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      weights[u] = there ? shared.weights[pass][r][u] : __uint_as_float(kUnseen);
-    }
+  // Decays the sums over the checkpoint and adds the rows.
+  __device__ __forceinline__ void add_rows(float (&sums)[kQuads][kTokens], const Inputs& in) const {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      const float x = convert::unpack<Act>(ptx::opaque(xs[i][k])).x;
 #pragma unroll
-      for (int u = 0; u < kTokens; ++u) {
-        if (__float_as_uint(weights[u]) != kUnseen) sums[i][u] = fmaf(weights[u], x, sums[i][u]);
+      for (int t = 0; t < kTokens; ++t) sums[i][t] *= shared.decays[t];
+    }
+#pragma unroll
+    for (int k = 0; k < kRowsOfLane; ++k) {
+      const int r = kLanesOfRow * k + lane;
+      const bool there = r < params.ring_rows + request.window.q;
+      float weights[kTokens];
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        weights[t] = there ? shared.weights[r][t] : __uint_as_float(kUnseen);
+      }
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        const float x = convert::unpack<Act>(ptx::opaque(in.x[i][k])).x;
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          if (__float_as_uint(weights[t]) != kUnseen) sums[i][t] = fmaf(weights[t], x, sums[i][t]);
+        }
       }
     }
   }
 
-  // Decays the sums over the checkpoint and adds the rows: those kept, and what there is behind.
-  __device__ __forceinline__ void add_rows(float (&sums)[kQuads][kTokens], const Inputs& in,
-                                           int first, int p) const {
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-      for (int u = 0; u < kTokens; ++u) sums[i][u] *= shared.decays[first + u];
-    }
-#pragma unroll
-    for (int k = 0; k < kRowsKept; ++k) {
-      add_row(sums, first / kTokens, kLanesOfRow * k + lane, in.x, k);
-    }
-    if constexpr (kTokens > 1) {
-      const int first_place = params.by_place ? 0 : shared.start;
-      for (int r = kLanesOfRow * kRowsKept + lane; r < params.ring_rows + request.window.q;
-           r += kLanesOfRow) {
-        uint32_t x[kQuads][1];
-        load_x(x, 0, x_of_row(r, first_place, p) + slot_of_row(r));
-        add_row(sums, first / kTokens, r, x, 0);
-      }
-    }
+  // Where the lane stores its outputs, the first at row p.
+  __device__ __forceinline__ unsigned char* out_of_lane(int p) const {
+    const int64_t index = out_of_token(params, request, head, Base::token_of_lane()) + p;
+    return static_cast<unsigned char*>(params.out) +
+           index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
   }
 
-  // Stores the outputs of a pass from the lanes' parts of them.
-  __device__ __forceinline__ void store(float (&sums)[kQuads][kTokens], const uint32_t (&z)[kQuads],
-                                        int first, unsigned char* out) const {
-    const bool any = lane < kTokens && first + Base::token_of_lane() < request.window.q;
+  // Stores the outputs from the lanes' parts of them.
+  __device__ __forceinline__ void store(float (&sums)[kQuads][kTokens], const Inputs& in,
+                                        unsigned char* out) const {
+    const bool any = lane < kTokens && Base::token_of_lane() < request.window.q;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       float y = sum_of_row(sums[i], lane);
-      if (params.z != nullptr) y *= convert::silu(convert::unpack<Act>(ptx::opaque(z[i])).x);
+      if (params.z != nullptr) y *= convert::silu(convert::unpack<Act>(ptx::opaque(in.z[i])).x);
       if (any) store_output<Act>(params, out, kRowsOfWarp * i, y);
     }
-  }
-
-  // Where the lane stores the outputs of a pass.
-  __device__ __forceinline__ unsigned char* out_of_lane(int first, int p) const {
-    const int64_t index = out_of_token(params, request, head, first + Base::token_of_lane()) + p;
-    return static_cast<unsigned char*>(params.out) +
-           index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
   }
 
   __device__ __forceinline__ static void wait_for_sums(const float (&sums)[kQuads][kTokens]) {
@@ -237,30 +207,6 @@ struct StateWarp : Block<kTokens> {
       for (int t = 0; t < kTokens; ++t) all += sums[i][t];
     }
     ptx::known_now(all);
-  }
-
-  // The outputs of all passes; the weights are waited for in the first.
-  __device__ __forceinline__ void finish_all(Inputs& in, int p) {
-    bool last;
-    int first = 0;
-    do {
-      Base::forget_addresses();
-      unsigned char* out = ptx::computed_now(out_of_lane(first, p));
-      float sums[kQuads][kTokens];
-      sum_state(sums, in);
-      uint32_t z[kQuads];
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) z[i] = in.z[i];
-      last = kTokens == 1 || first + kTokens >= request.window.q;
-      if (!last) load_pass(in, first + kTokens, p);
-      if (first == 0) {
-        wait_for_sums(sums);
-        ptx::barrier_sync<1>(params.threads);
-      }
-      add_rows(sums, in, first, p);
-      store(sums, z, first, out);
-      first += kTokens;
-    } while (!last);
   }
 
   // Outputs of padding become zeros.
@@ -278,7 +224,7 @@ struct StateWarp : Block<kTokens> {
     const int of_warp = first_row + kRowsOfWarp * kQuads * warp, p = of_warp + row;
     const bool has_rows = of_warp < params.head_dim;
     Inputs in;
-    if (has_rows) load_pass(in, 0, p);
+    if (has_rows) ask_for_tokens(in, p);
     ptx::keep_order();
     StateRows rows = find_state(p);
     if (Base::is_padding()) {
@@ -291,7 +237,13 @@ struct StateWarp : Block<kTokens> {
       if (!params.by_place) find_x(rows, Base::first_place(), p);
       ask_for_x(in, rows);
       ptx::keep_order();
-      finish_all(in, p);
+      unsigned char* out = ptx::computed_now(out_of_lane(p));
+      float sums[kQuads][kTokens];
+      sum_state(sums, in);
+      wait_for_sums(sums);
+      ptx::barrier_sync<1>(params.threads);
+      add_rows(sums, in);
+      store(sums, in, out);
     } else {
       ptx::barrier_sync<1>(params.threads);
     }

@@ -12,22 +12,14 @@ constexpr int kMostRowsOfBlock = 64;  // p
 constexpr uint32_t kUnseen = 0xffffffffu;
 
 // The rows of a step: those of the ring by their places, then the new tokens. A lane has every
-// eighth of them, and keeps three.
-constexpr int kRowsKept = 3;
-
-template <int kTokens>
-struct StepRows {
-  static constexpr int kMostTokens = kTokens == 1 ? 1 : 16;
-  static constexpr int kCount = kTokens == 1 ? 24 : 48;
-  static constexpr int kRingRowsOfLane = kTokens == 1 ? 3 : 4;
-};
+// eighth of them.
+constexpr int kStepRows = 24, kRowsOfLane = kStepRows / kLanesOfRow;
 
 template <int kTokens>
 struct Shared {
-  using Rows = StepRows<kTokens>;
-  // kTokens tokens at a time: of each row, and of the checkpoint, which is exp(c_t).
-  alignas(16) float weights[Rows::kMostTokens / kTokens][Rows::kCount][kTokens];
-  float decays[Rows::kMostTokens];
+  // Of each row, and of the checkpoint, which is exp(c_t).
+  alignas(16) float weights[kStepRows][kTokens];
+  float decays[kTokens];
   // What a flush takes: `put_fold_weights`, and the largest magnitudes in the pieces of 8-bit rows.
   float fold_weights[kRows + 4];
   float largest[kMostRowsOfBlock][8];
@@ -113,15 +105,11 @@ struct Block {
     request.slot = given.slot(params);
     return request.slot < 0;
   }
-  // What lies at the sequence is found anew in each pass: it would fill registers.
-  __device__ __forceinline__ void forget_addresses() {
-    if constexpr (kTokens > 1) request.row = ptx::opaque(request.row);
-  }
-  // In a pass that ends behind the last token that one stands in.
+  // Of two tokens of which the second is not there, the first stands in for it.
   __device__ __forceinline__ int token(int t) const {
     return kTokens == 1 ? 0 : min(t, request.window.q - 1);
   }
-  // Of the tokens of a pass, the lane's own, as `sum_of_row` deals them.
+  // The lane's own token, as `sum_of_row` deals them.
   __device__ __forceinline__ int token_of_lane() const { return lane & (kTokens - 1); }
   __device__ __forceinline__ int rows_of_block() const {
     return min(params.rows_of_block, params.head_dim - first_row);

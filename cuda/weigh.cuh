@@ -11,16 +11,14 @@ struct WeightWarp : Block<kTokens> {
   using Base = Block<kTokens>;
   using Base::first_row, Base::request, Base::token, Base::ring_offset;
   using Base::params, Base::shared, Base::warp, Base::row, Base::lane, Base::head, Base::group;
-  using Rows = StepRows<kTokens>;
   using Pieces = RowPieces<Act, kDstate>;
-  static constexpr int kNewDtOfLane = kTokens == 1 ? 1 : 2;
 
   __device__ __forceinline__ explicit WeightWarp(const Base& block) : Base(block) {}
 
   // Rows of a ring but for the slot: the lane's own one of B and dt, and every eighth of dt.
   struct RingRows {
     const Act* B;
-    const float *dt, *every_eighth[Rows::kRingRowsOfLane];
+    const float *dt, *every_eighth[kRowsOfLane];
   };
 
   // A row of the step, of the ring or a token: `behind` is the sum of dt of the live ring rows
@@ -31,11 +29,11 @@ struct WeightWarp : Block<kTokens> {
     float dt, behind;
   };
 
-  // What the lane asks for. `C` is of a pass; `ring_dt` of every eighth row, `dt` of its own one.
+  // What the lane asks for: `new_dt` of its token, `ring_dt` of every eighth row, `dt` of its own.
   struct Inputs {
     uint4 B[Pieces::kCount], C[kTokens][Pieces::kCount], x;
-    uint32_t A, D, dt_bias, new_dt[kNewDtOfLane];
-    float dt, ring_dt[Rows::kRingRowsOfLane];
+    uint32_t A, D, dt_bias, new_dt;
+    float dt, ring_dt[kRowsOfLane];
     int start, live;
   };
 
@@ -49,7 +47,7 @@ struct WeightWarp : Block<kTokens> {
     rows.B = ptx::computed_now(rows.B + Pieces::kColumns * lane);
     rows.dt = ptx::computed_now(dt + ring_offset(first, mine.index, params.dt_cache_row_stride));
 #pragma unroll
-    for (int n = 0; n < Rows::kRingRowsOfLane; ++n) {
+    for (int n = 0; n < kRowsOfLane; ++n) {
       const int r = kLanesOfRow * n + lane;
       rows.every_eighth[n] =
           ptx::computed_now(dt + ring_offset(first, r, params.dt_cache_row_stride));
@@ -57,40 +55,27 @@ struct WeightWarp : Block<kTokens> {
     return rows;
   }
 
-  __device__ __forceinline__ void load_C(Inputs& in, int first) const {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const Act* C = C_of_token<Act>(params, request, group, token(first + t));
-#pragma unroll
-      for (int n = 0; n < Pieces::kCount; ++n) {
-        in.C[t][n] = Pieces::load(C + Pieces::kColumns * lane, n);
-      }
-    }
-  }
-
   // The lane has 16 bytes of the block's part of x.
   __device__ __forceinline__ bool has_x() const { return 8 * lane < Base::rows_of_block(); }
-  __device__ __forceinline__ uint4 load_x(int own) const {
-    const Act* x = x_of_token<Act>(params, request, head, token(own)) + first_row;
-    return reinterpret_cast<const uint4*>(x)[lane];
-  }
 
   __device__ __forceinline__ void ask_for_tokens(Inputs& in) const {
-    in.dt_bias = 0;
+    in.dt_bias = in.new_dt = 0;
     if (params.dt_bias != nullptr) {
       in.dt_bias =
           convert::load_bits(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
     }
     if (request.window.q == 0) return;
-    load_C(in, 0);
 #pragma unroll
-    for (int n = 0; n < kNewDtOfLane; ++n) {
-      const int t = kTokens == 1 ? 0 : kLanesOfRow * n + lane;
-      if (t < request.window.q) {
-        in.new_dt[n] =
-            convert::load_bits(params.dt, dt_of_token(params, request, head, t), params.dt_type);
+    for (int t = 0; t < kTokens; ++t) {
+      const Act* C = C_of_token<Act>(params, request, group, token(t));
+#pragma unroll
+      for (int n = 0; n < Pieces::kCount; ++n) {
+        in.C[t][n] = Pieces::load(C + Pieces::kColumns * lane, n);
       }
     }
+    in.new_dt = convert::load_bits(params.dt,
+                                   dt_of_token(params, request, head, token(Base::token_of_lane())),
+                                   params.dt_type);
   }
 
   // What is used last.
@@ -100,7 +85,10 @@ struct WeightWarp : Block<kTokens> {
     if (params.D != nullptr) {
       in.D = convert::load_bits(params.D, head * params.D_stride, params.D_type);
     }
-    if (kTokens == 1 && own >= 0 && own < request.window.q && has_x()) in.x = load_x(own);
+    if (own >= 0 && own < request.window.q && has_x()) {
+      const Act* x = x_of_token<Act>(params, request, head, token(own)) + first_row;
+      in.x = reinterpret_cast<const uint4*>(x)[lane];
+    }
   }
 
   __device__ __forceinline__ void ask_for_slot(Inputs& in, const RingRows& rows,
@@ -118,7 +106,7 @@ struct WeightWarp : Block<kTokens> {
     in.dt = 0.0f;
     if (of_ring) in.dt = load_float(rows.dt + of_slot);
 #pragma unroll
-    for (int n = 0; n < Rows::kRingRowsOfLane; ++n) {
+    for (int n = 0; n < kRowsOfLane; ++n) {
       in.ring_dt[n] = 0.0f;
       if (kLanesOfRow * n + lane < params.ring_rows) {
         in.ring_dt[n] = load_float(rows.every_eighth[n] + of_slot);
@@ -126,21 +114,15 @@ struct WeightWarp : Block<kTokens> {
     }
   }
 
-  // dt of the new tokens as it counts: the lane's, or the only one.
-  __device__ __forceinline__ void find_new_dt(float (&new_dt)[kNewDtOfLane],
-                                              const Inputs& in) const {
-    const float dt_bias = convert::bits_to_float(in.dt_bias, params.dt_bias_type);
+  // dt of the new tokens as it counts.
+  __device__ __forceinline__ void find_new_dt(float (&new_dt)[kTokens], const Inputs& in) const {
+    float dt = convert::bits_to_float(in.new_dt, params.dt_type) +
+               convert::bits_to_float(in.dt_bias, params.dt_bias_type);
+    if (params.dt_softplus) dt = convert::softplus(dt);
 #pragma unroll
-    for (int n = 0; n < kNewDtOfLane; ++n) {
-      if (n > 0 && request.window.q <= kLanesOfRow) break;
-      new_dt[n] = convert::bits_to_float(in.new_dt[n], params.dt_type) + dt_bias;
-      if (params.dt_softplus) new_dt[n] = convert::softplus(new_dt[n]);
+    for (int t = 0; t < kTokens; ++t) {
+      new_dt[t] = kTokens == 1 ? dt : __shfl_sync(kAllLanes, dt, t, kLanesOfRow);
     }
-  }
-  __device__ __forceinline__ float dt_of_new(const float (&new_dt)[kNewDtOfLane], int t) const {
-    if constexpr (kTokens == 1) return new_dt[0];
-    return __shfl_sync(kAllLanes, t < kLanesOfRow ? new_dt[0] : new_dt[kNewDtOfLane - 1],
-                       t & (kLanesOfRow - 1), kLanesOfRow);
   }
 
   // Row j of the live ones, where it lies among the ring rows of the step.
@@ -153,14 +135,14 @@ struct WeightWarp : Block<kTokens> {
   __device__ __forceinline__ float sum_behind(int j, const Inputs& in) const {
     float sum[1] = {0.0f};
 #pragma unroll
-    for (int n = 0; n < Rows::kRingRowsOfLane; ++n) {
+    for (int n = 0; n < kRowsOfLane; ++n) {
       const int i = live_row(kLanesOfRow * n + lane);
       if (i > j && i < request.window.live) sum[0] += in.ring_dt[n];
     }
     return sum_of_row(sum, lane);
   }
 
-  // C_t . B_j for the lane's token of a pass.
+  // C_t . B_j for the lane's token.
   __device__ __forceinline__ float product(const Inputs& in) const {
     float sum[kTokens];
 #pragma unroll
@@ -181,32 +163,26 @@ struct WeightWarp : Block<kTokens> {
     return sum_of_row(sum, lane);
   }
 
-  // exp(c_t - c_j) dt_j (C_t . B_j) of the row and the tokens of a pass, D with the token's own
-  // row. Spans of time are sums of the dt in between, where nothing cancels.
-  __device__ __forceinline__ void put_weights(const Inputs& in, int first, const Row& of_row,
-                                              const float (&new_dt)[kNewDtOfLane]) {
-    const int own = of_row.token, t = first + Base::token_of_lane(), q = request.window.q;
-    const float of_pass = product(in), a = convert::bits_to_float(in.A, params.A_type) * kLog2e;
-    float until = new_dt[0],
-          since = own < 0 ? new_dt[0] : 0.0f;  // dt up to t: of all, of later ones
-    if constexpr (kTokens > 1) {
-      until = since = 0.0f;
-      for (int u = 0; u < min(first + kTokens, q); ++u) {
-        const float of_u = dt_of_new(new_dt, u);
-        if (u <= t) until += of_u;
-        if (u <= t && u > own) since += of_u;
-      }
+  // exp(c_t - c_j) dt_j (C_t . B_j) of the row and the tokens, D with the token's own row. Spans of
+  // time are sums of the dt in between, where nothing cancels.
+  __device__ __forceinline__ void put_weights(const Inputs& in, const Row& mine,
+                                              const float (&new_dt)[kTokens]) {
+    const int own = mine.token, t = Base::token_of_lane(), q = request.window.q;
+    const float of_token = product(in), a = convert::bits_to_float(in.A, params.A_type) * kLog2e;
+    float until = 0.0f, since = 0.0f;  // dt up to t: of all new tokens, of those behind the row
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      if (u <= t) until += new_dt[u];
+      if (u <= t && u > own) since += new_dt[u];
     }
-    if (lane < kTokens && t < q && own < q) {
-      float weight = ptx::ex2(a * (own < 0 ? of_row.behind + since : since)) * of_row.dt * of_pass;
-      if (t == own) {
-        weight += convert::bits_to_float(in.D, params.D_type);
-        shared.decays[t] = ptx::ex2(a * (of_row.behind + until));
-      }
-      const bool seen = of_row.live && own <= t;
-      shared.weights[first / kTokens][of_row.index][Base::token_of_lane()] =
-          seen ? weight : __uint_as_float(kUnseen);
+    if (lane >= kTokens || t >= q || own >= q) return;
+    float weight = ptx::ex2(a * (own < 0 ? mine.behind + since : since)) * mine.dt * of_token;
+    if (t == own) {
+      weight += convert::bits_to_float(in.D, params.D_type);
+      shared.decays[t] = ptx::ex2(a * (mine.behind + until));
     }
+    const bool seen = mine.live && own <= t;
+    shared.weights[mine.index][t] = seen ? weight : __uint_as_float(kUnseen);
   }
 
   // Writes the row's token behind the live rows: x of the block, and dt and B once.
@@ -217,7 +193,7 @@ struct WeightWarp : Block<kTokens> {
     const int place = ring_row(end, of_row.token, params.ring_buffer_len);
     if (has_x()) {
       Act* x = x_ring<Act>(params, slot, head) + row_offset(place, params.x_cache_row_stride);
-      reinterpret_cast<uint4*>(x + first_row)[lane] = kTokens == 1 ? in.x : load_x(of_row.token);
+      reinterpret_cast<uint4*>(x + first_row)[lane] = in.x;
     }
     if (first_row > 0) return;
     if (lane == 0) {
@@ -242,65 +218,40 @@ struct WeightWarp : Block<kTokens> {
     put_fold_weights(shared.fold_weights, Decays(dt, A));
   }
 
-  __device__ __forceinline__ Row row_of_lane(int first) const {
-    Row mine = {};
-    mine.index = first + kRowsOfWarp * (warp - params.state_warps) + row;
-    mine.token = mine.index - params.ring_rows;
-    return mine;
-  }
-
   // What the row weighs in all outputs.
-  __device__ __forceinline__ void weigh_row(Inputs& in, Row& mine) {
-    float new_dt[kNewDtOfLane] = {};
+  __device__ __forceinline__ void weigh_row(const Inputs& in, Row& mine) {
+    float new_dt[kTokens];
     find_new_dt(new_dt, in);
-    const float dt_of_token = dt_of_new(new_dt, max(mine.token, 0));
     set_window(params, request, in.start, in.live);
     int j = live_row(mine.index);
     if (mine.token >= 0) j = -1;
     mine.live = j < request.window.live;
-    mine.dt = mine.token < 0 ? in.dt : dt_of_token;
+    mine.dt = mine.token < 0 ? in.dt : mine.token == 0 ? new_dt[0] : new_dt[kTokens - 1];
     mine.behind = sum_behind(j, in);
-    int first = 0;
-    do {
-      Base::forget_addresses();
-      if (first > 0) load_C(in, first);
-      put_weights(in, first, mine, new_dt);
-      first += kTokens;
-    } while (kTokens > 1 && first < request.window.q);
+    put_weights(in, mine, new_dt);
   }
 
+  // Returns the request with its window.
   __device__ __forceinline__ Request run() {
-    Row mine = row_of_lane(0);
+    Row mine = {};
+    mine.index = kRowsOfWarp * (warp - params.state_warps) + row;
+    mine.token = mine.index - params.ring_rows;
     Inputs in;
     ask_for_tokens(in);
     RingRows rows = find_rows(0, mine);
     ptx::keep_order();
     if (Base::is_padding()) return request;
+    if (!params.by_place) rows = find_rows(Base::first_place(), mine);
+    ask_for_slot(in, rows, mine);
+    ask_for_rest(in, mine.token);
+    ptx::keep_order();
+    weigh_row(in, mine);
     const Window& window = request.window;
-    const int at_once = kRowsOfWarp * (params.threads / 32 - params.state_warps);
-    bool last;
-    int first = 0;
-    do {
-      if (!params.by_place) rows = find_rows(Base::first_place(), mine);
-      ask_for_slot(in, rows, mine);
-      ask_for_rest(in, mine.token);
-      ptx::keep_order();
-      weigh_row(in, mine);
-      first += at_once;
-      last = kTokens == 1 || first >= params.ring_rows + window.q;
-      if (last) {
-        if (threadIdx.x == 32 * params.state_warps) {
-          shared.start = window.start, shared.live = window.live, shared.flush = window.flush;
-        }
-        ptx::barrier_arrive<1>(params.threads);
-      }
-      if (mine.token >= 0 && mine.token < window.q) append(in, mine);
-      if (!last) {
-        mine = row_of_lane(first);
-        rows = find_rows(0, mine);
-        ask_for_tokens(in);
-      }
-    } while (!last);
+    if (threadIdx.x == 32 * params.state_warps) {
+      shared.start = window.start, shared.live = window.live, shared.flush = window.flush;
+    }
+    ptx::barrier_arrive<1>(params.threads);
+    if (mine.token >= 0 && mine.token < window.q) append(in, mine);
     if (window.flush && warp == params.state_warps) {
       prepare_flush(convert::bits_to_float(in.A, params.A_type));
     }

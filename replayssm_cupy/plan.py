@@ -55,8 +55,8 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(ctypes.c_int64, "slots_stride pad_slot_id"),
         *_fields(
             ctypes.c_int32,
-            """slots_type num_slots npredicted
-            state_warps quads rows_of_block threads ring_rows by_place starts_early""",
+            """starts_early slots_type npredicted
+            state_warps quads rows_of_block threads ring_rows by_place num_slots""",
         ),
         *_fields(ctypes.c_int64, "inverse_heads_per_group"),
         *_array("C", "batch token group"),

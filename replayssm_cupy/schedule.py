@@ -36,13 +36,10 @@ PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 # and tiles of tokens; where there is no bound, one, which was faster wherever it was measured.
 TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 
-# Of the small form: rows p that a warp takes at once and a block has at most, ring rows that its
-# lanes count by places, for one token and for more, and its shared memory for more and for one.
+# Of the small form: rows p that a warp takes at once and a block has at most, rows of ring and step
+# that its lanes are there for, and warps that a slab of 8-bit rows may take.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
-MOST_PLACES_OF_ONE, MOST_PLACES = 23, 32
-MOST_WEIGHT_WARPS = 6
-FOLDING_WARPS = 8  # that a slab of 8-bit rows may take
-SMALL_BYTES = 5280, 2240
+STEP_ROWS, FOLDING_WARPS = 24, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,26 +270,26 @@ def most_quads(key: SmallCheckpointingSsuKey) -> int:
 def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Spread:
     """Short blocks while all of them run at once, else more rows that share a block's weights."""
     quads = most_quads(key)
-    most_warps = 8 if key.token_tiles == 1 else 4
-    short = Spread(most_warps if step.head_dim % 32 == 0 else 4, 1)
+    short = Spread(8 if step.head_dim % 32 == 0 else 4, 1)
     if quads == 1 or step.batch * step.nheads * -(-step.head_dim // short.rows) <= 2 * on.count:
         return short
     parts = -(-step.head_dim // MOST_ROWS_OF_BLOCK)
-    rows = min(-(-step.head_dim // parts // SLAB) * SLAB, ROWS_OF_WARP * most_warps * quads)
+    rows = -(-step.head_dim // parts // SLAB) * SLAB
     return Spread(rows // (ROWS_OF_WARP * quads), quads)
 
 
 def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """A block has some rows of one head: warps that read the state, and warps that weigh rows.
 
-    The latter have a row of the ring or a token for every eight lanes, twice if there are many. A
-    ring that is longer than kernels count by places goes by its live rows.
+    The latter have a row of the ring or a token for every eight lanes. A ring with more rows than
+    that goes by its live ones.
     """
-    by_place = step.ring_buffer_len <= (MOST_PLACES_OF_ONE if key.token_tiles == 1 else MOST_PLACES)
+    by_place = step.ring_buffer_len + step.tokens <= STEP_ROWS
     ring_rows = step.ring_buffer_len if by_place else step.max_window
-    weight_warps = min(-(-(ring_rows + step.tokens) // ROWS_OF_WARP), MOST_WEIGHT_WARPS)
     spread = spread_small(key, step, on)
-    weight_warps = max(weight_warps, FOLDING_WARPS - spread.state_warps)
+    weight_warps = max(
+        -(-(ring_rows + step.tokens) // ROWS_OF_WARP), FOLDING_WARPS - spread.state_warps
+    )
     fields = {
         "state_warps": spread.state_warps,
         "quads": spread.quads,
@@ -303,7 +300,8 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
         "inverse_heads_per_group": inverse(step.heads_per_group),
     }
     grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
-    return Schedule(key, grid, fields["threads"], SMALL_BYTES[key.token_tiles == 1], fields)
+    words = key.token_tiles * (STEP_ROWS + 1) + SLAB + 4 + 8 * MOST_ROWS_OF_BLOCK + 3  # `Shared`
+    return Schedule(key, grid, fields["threads"], _round_up(4 * words, 16), fields)
 
 
 def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

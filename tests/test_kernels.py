@@ -189,13 +189,14 @@ def test_every_number_of_tokens(backend, tokens):
 
 
 @pytest.mark.parametrize("name", ["D", "z", "dt_bias", "dt_softplus"])
-def test_options_left_out(backend, form, name):
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_options_left_out(backend, form, tokens, name):
     absent = {"dt_softplus": False} if name == "dt_softplus" else {name: None}
-    case = replace(BASE, max_window=8)
+    case = replace(BASE, npredicted=tokens, max_window=8)
     if name == "dt_softplus":
         # Without softplus dt is used as it comes, so it had better be positive.
         rng = np.random.default_rng(3)
-        dt = rng.uniform(0.01, 0.3, (case.num_slots - 1, 4, 4)).astype(np.float32)
+        dt = rng.uniform(0.01, 0.3, (case.num_slots - 1, tokens, 4)).astype(np.float32)
         absent = {**absent, "dt": dt, "dt_bias": None}
     check_one(backend, case, seed=5, **absent)
 
@@ -334,9 +335,10 @@ def test_dead_rows_may_hold_anything(backend, form, kind):
 
 @pytest.mark.parametrize("index_type", [np.int32, np.int64])
 @pytest.mark.parametrize("pad_slot_id", [-1, 0, 3])
-def test_padding(backend, form, pad_slot_id, index_type):
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_padding(backend, form, tokens, pad_slot_id, index_type):
     rng = np.random.default_rng(15)
-    case = replace(BASE, num_slots=5)
+    case = replace(BASE, npredicted=tokens, num_slots=5)
     pools = make_pools(case, rng, fill=True)
     pools.prev_num_accepted_tokens[:] = 16  # every row would flush
     slots = np.array([4, -1, 0, 5, 3, -7], index_type)

@@ -761,10 +761,14 @@ EDITS = {
         ("small: dt of the row itself", "if (i > j && i <", "if (i >= j && i <"),
         ("small: dead dt", "i > j && i < request.window.live", "i > j"),
         ("small: dead rows weigh", "mine.live = j < request.window.live;", "mine.live = true;"),
-        ("small: later tokens seen", "of_row.live && own <= t;", "of_row.live;"),
+        ("small: later tokens seen", "mine.live && own <= t;", "mine.live;"),
         ("small: time of later tokens", "if (u <= t && u > own)", "if (u > own)"),
         ("small: time since the first token", "if (u <= t && u > own)", "if (u <= t)"),
-        ("small: decay of the last token", "if (u <= t) until += of_u;", "until += of_u;"),
+        (
+            "small: decay of the last token",
+            "if (u <= t) until += new_dt[u];",
+            "until += new_dt[u];",
+        ),
         (
             "small: D forgotten",
             "weight += convert::bits_to_float(in.D",
@@ -773,21 +777,7 @@ EDITS = {
         ("small: A of the first head", "head * params.A_stride", "0"),
         ("small: D of the first head", "head * params.D_stride", "0"),
         ("small: bias of the first head", "head * params.dt_bias_stride", "0"),
-        (
-            "small: dt of the first token",
-            "dt_of_token(params, request, head, t)",
-            "dt_of_token(params, request, head, 0)",
-        ),
-        (
-            "small: dt of the first eight tokens",
-            "if (n > 0 && request.window.q <= kLanesOfRow) break;",
-            "if (n > 0) break;",
-        ),
-        (
-            "small: second half of many rows left out",
-            "last = kTokens == 1 || first >= params.ring_rows + window.q;",
-            "last = true;",
-        ),
+        ("small: dt of the first token", "token(Base::token_of_lane())),", "token(0)),"),
         (
             "small: append one row late",
             "ring_row(window.start, window.live, params",
@@ -798,15 +788,10 @@ EDITS = {
             "if (head != group * params.heads_per_group) return;",
             "if (head != 0) return;",
         ),
-        (
-            "small: x of the first part appended",
-            "(x + first_row)[lane] = kTokens",
-            "x[lane] = kTokens",
-        ),
+        ("small: x of the first part appended", "(x + first_row)[lane] = in.x", "(x)[lane] = in.x"),
         ("small: x of the first rows appended", "token(own)) + first_row;", "token(own));"),
         ("small: dt not appended by the first lane", "if (lane == 0) {", "if (lane == 8) {"),
         ("small: dead dt folded", "if (j < request.window.live) {", "if (j < kRows) {"),
-        ("small: C of the first pass", "if (first > 0) load_C(in, first);", ""),
     ],
     "read_out.cuh": [
         (
@@ -827,36 +812,17 @@ EDITS = {
         ("small: unseen rows added", "!= kUnseen) sums", "!= 0u) sums"),
         (
             "small: weights not waited for",
-            "wait_for_sums(sums);\n        ptx::barrier_sync<1>",
-            "wait_for_sums(sums);\n        ptx::barrier_arrive<1>",
+            "wait_for_sums(sums);\n      ptx::barrier_sync<1>",
+            "wait_for_sums(sums);\n      ptx::barrier_arrive<1>",
         ),
-        (
-            "small: decay of the first token",
-            "*= shared.decays[first + u];",
-            "*= shared.decays[first];",
-        ),
-        (
-            "small: rows behind the third left out",
-            "int r = kLanesOfRow * kRowsKept + lane;",
-            "int r = 1000;",
-        ),
+        ("small: decay of the first token", "*= shared.decays[t];", "*= shared.decays[0];"),
         (
             "small: x of a long ring by places",
             "if (!params.by_place) find_x(rows, Base::first_place(), p);",
             "",
         ),
-        (
-            "small: x of long rings behind the third by places",
-            "params.by_place ? 0 : shared.start;",
-            "0;",
-        ),
-        (
-            "small: z of the first token",
-            "token(first + Base::token_of_lane())) + p;",
-            "token(first)) + p;",
-        ),
-        ("small: z of the pass before", "z[i] = in.z[i];", "z[i] = in.z[0];"),
-        ("small: out of the first pass", "out_of_lane(first, p));", "out_of_lane(0, p));"),
+        ("small: z of the first token", "token(Base::token_of_lane())) + p;", "token(0)) + p;"),
+        ("small: output of the first token", "head, Base::token_of_lane()) + p;", "head, 0) + p;"),
         ("small: padding always zeroed", "if (!params.zero_padding) return;", ""),
         (
             "small: only the first token of padding zeroed",
@@ -865,8 +831,8 @@ EDITS = {
         ),
         (
             "small: x of the slot before",
-            "r < params.ring_rows ? slot *",
-            "r <= params.ring_rows ? slot *",
+            "(r < params.ring_rows ? of_slot : 0)",
+            "(r <= params.ring_rows ? of_slot : 0)",
         ),
         ("small: one of two chains of products", "acc[i][t].x + acc[i][t].y;", "acc[i][t].x;"),
     ],
@@ -888,10 +854,15 @@ EDITS = {
         ),
         (
             "small: encoded before the row is known",
-            "    __syncthreads();\n    if (!any) return;",
-            "    if (!any) return;",
+            "    __syncthreads();\n    if (any) put(",
+            "    if (any) put(",
         ),
-        ("small: fold of the first columns", "(4 * n + at.t) * Piece", "at.t * Piece"),
+        (
+            "small: B of the first columns folded",
+            "(4 * n + at.t) * Piece::kColumns, map",
+            "at.t * 8, map",
+        ),
+        ("small: fold of the first columns", "(4 * n + at.t) * Piece::kColumns;", "at.t * 8;"),
         (
             "small: fold of the first slab",
             "fold(piece, first_row + p, n",

@@ -17,6 +17,8 @@ from replayssm_cupy import advance_ring, checkpointing_ssu
 
 CASE = Case(SHAPES["three-heads-per-group"], npredicted=4, max_window=8, num_slots=2)
 MAP_NORESERVE = 0x4000
+# Few heads take one kernel for one or two tokens and another for more.
+tokens_of_both = pytest.mark.parametrize("tokens", [1, 4])
 
 
 @pytest.fixture(autouse=True)
@@ -120,11 +122,12 @@ def test_softplus_at_any_dt(dt):
     np.testing.assert_allclose(out, exact, rtol=2.0**-8)
 
 
-def test_stray_cursors_are_held_inside_the_ring():
+@tokens_of_both
+def test_stray_cursors_are_held_inside_the_ring(tokens):
     rng = np.random.default_rng(1)
     pools = make_pools(CASE, rng, fill=True)
     rows, window = CASE.ring_buffer_len, CASE.max_window
-    step = make_step(CASE, 2, rng, strided=True)
+    step = make_step(CASE, 2, rng, q=tokens, strided=True)
     inside = pools.copy()
     inside.ring_start[:] = rows - 1, 0
     inside.prev_num_accepted_tokens[:] = 0, window
@@ -160,16 +163,17 @@ def sparse(shape: tuple[int, ...], dtype: np.dtype, stride: int = 0) -> np.ndarr
     return flat.reshape(shape)
 
 
-def test_offsets_are_64_bits_wide():
+@tokens_of_both
+def test_offsets_are_64_bits_wide(tokens):
     """Two slots and two batch rows more than 2^32 elements apart equal close ones bit for bit."""
     rng = np.random.default_rng(2)
     near = make_pools(CASE, rng, fill=True)
-    near.prev_num_accepted_tokens[:] = 2, 7  # the second flushes
+    near.prev_num_accepted_tokens[:] = 2, 8  # the second flushes
     far = replace(near.copy())
     for name, shape in pool_shapes(CASE).items():
         setattr(far, name, sparse(shape, pool_dtypes(CASE)[name]))
         getattr(far, name)[...] = getattr(near, name)
-    step = make_step(CASE, 2, rng)
+    step = make_step(CASE, 2, rng, q=tokens)
     wide = {name: getattr(step, name) for name in ("x", "dt", "B", "C", "z")}
     for name, array in wide.items():
         wide[name] = sparse(array.shape, array.dtype)
@@ -207,20 +211,53 @@ def before_a_hole(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@pytest.mark.parametrize("live", [2, 7], ids=["no flush", "flush"])
-def test_no_slab_is_read_behind_the_last_head(live):
+@tokens_of_both
+@pytest.mark.parametrize("live", [2, 8], ids=["no flush", "flush"])
+def test_no_slab_is_read_behind_the_last_head(live, tokens):
     """The last warp of a head of 80 rows has one slab, where the others have two."""
     case = replace(CASE, state_dtype="bfloat16")
     rng = np.random.default_rng(7)
     pools = make_pools(case, rng, fill=True)
     pools.prev_num_accepted_tokens[:] = live
-    step = make_step(case, 2, rng)
+    step = make_step(case, 2, rng, q=tokens)
     edge = pools.copy()
     edge.state, edge.x_cache = before_a_hole(pools.state), before_a_hole(pools.x_cache)
     given = replace(step, x=before_a_hole(step.x), z=before_a_hole(step.z))
     np.testing.assert_array_equal(run(edge, given, case), run(pools, step, case))
     for name, array in pools.arrays().items():
         np.testing.assert_array_equal(getattr(edge, name), array)
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_no_token_is_read_behind_the_last(tokens):
+    """The last sequence of a ragged batch has one token, and memory ends there."""
+    rng = np.random.default_rng(8)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 1, rng, q=tokens + 1)
+    edge = pools.copy()
+    given = {name: before_a_hole(getattr(step, name)) for name in ("x", "dt", "B", "C", "z")}
+    ragged = {"cu_seqlens": np.array([0, tokens, tokens + 1], np.int32), "max_seqlen": tokens}
+    out = run(edge, replace(step, **given), **ragged)
+    np.testing.assert_array_equal(out, run(pools, step, **ragged))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+@tokens_of_both
+def test_slots_have_64_bits(tokens):
+    """One is padding that agrees with a slot in its lower half, and so may the sign of padding."""
+    rng = np.random.default_rng(9)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 2, rng, q=tokens, slots=np.array([1, 2**32], np.int64))
+    step = replace(step, pad_slot_id=2**32 + 1)
+    alone = pools.copy()
+    out = run(pools, step)
+    assert not out[1].astype(np.float32).any()
+    first = {name: getattr(step, name)[:1] for name in ("x", "dt", "B", "C", "z")}
+    slots = np.array([1], np.int64)
+    expected = run(alone, replace(step, **first, state_batch_indices=slots, pad_slot_id=-1))
+    np.testing.assert_array_equal(out[:1], expected)
+    for name, array in pools.arrays().items():
+        np.testing.assert_array_equal(getattr(alone, name), array)
 
 
 def every_second(array: np.ndarray) -> np.ndarray:
@@ -231,23 +268,24 @@ def every_second(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def test_small_arrays_may_be_strided():
+@tokens_of_both
+def test_small_arrays_may_be_strided(tokens):
     rng = np.random.default_rng(3)
     packed = make_pools(CASE, rng, fill=True)
     loose = packed.copy()
-    step = make_step(CASE, 2, rng, slots=np.array([1, 0], np.int32))
+    step = make_step(CASE, 2, rng, q=tokens, slots=np.array([1, 0], np.int32))
     for name in ("ring_start", "prev_num_accepted_tokens"):
         setattr(loose, name, every_second(getattr(loose, name)))
     names = ("A", "D", "dt_bias", "state_batch_indices")
     given = replace(step, **{name: every_second(getattr(step, name)) for name in names})
     np.testing.assert_array_equal(run(loose, given), run(packed, step))
-    accepted = np.array([2, 4], np.int64)
+    accepted = np.array([1, tokens], np.int64)
     for pools, strided in ((packed, step), (loose, given)):
         advance_ring(
             pools.ring_start,
             pools.prev_num_accepted_tokens,
             accepted if pools is packed else every_second(accepted),
-            4,
+            tokens,
             strided.state_batch_indices,
             max_window=CASE.max_window,
             ring_buffer_len=CASE.ring_buffer_len,

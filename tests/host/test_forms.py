@@ -24,7 +24,7 @@ from replayssm_cupy.keys import (
     SlabCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
 )
-from replayssm_cupy.schedule import MOST_PLACES, Processor, Spread, most_quads
+from replayssm_cupy.schedule import STEP_ROWS, Processor, Spread, most_quads
 
 KEYS = {
     "stream": CheckpointingSsuKey,
@@ -40,9 +40,9 @@ OUT_TOLERANCE = 2e-5  # of outputs in float32, whatever the state
 
 def small_spreads(key: SmallCheckpointingSsuKey) -> list[Spread]:
     """Parts of 80 rows: five, or two or three with rows that are not there."""
-    quads, widest = most_quads(key), 8 if key.token_tiles == 1 else 4
+    quads = most_quads(key)
     wide = [Spread(rows // (4 * quads), quads) for rows in (16, 32, 48, 64)]
-    return [Spread(4, 1), Spread(widest, 1), *(s for s in wide if 2 <= s.state_warps <= widest)]
+    return [Spread(4, 1), Spread(8, 1), *(s for s in wide if 2 <= s.state_warps <= 8)]
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ class LongRings(Case):
 
     @property
     def ring_buffer_len(self) -> int:
-        return MOST_PLACES + 9
+        return STEP_ROWS + 9
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
