@@ -210,8 +210,8 @@ struct Head {
       Target<State, kDstate> target{params, to, nullptr};
       if constexpr (convert::kScaled<State>) {
         target.scale = scale(request) + lane.g;
-        fold_scaled_slab<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
-                                              lane);
+        fold_scaled_twice<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
+                                               lane);
       } else {
         fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
       }
@@ -273,12 +273,16 @@ struct Head {
   }
 };
 
-// Of a block: what leaves wide states their registers.
-template <int kDstate>
-constexpr int kMostSlabs = kDstate > 128 ? 6 : 8;
+constexpr int kMostSlabs = 6;  // of a block
+
+// Of the largest size on a multiprocessor: with 80 registers a thread there is room for four of six
+// warps, heads of 64 rows.
+template <int kDstate, bool kCopied>
+constexpr int kLeastBlocks = kDstate <= 128 && !kCopied ? 3 : 1;
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(32 * (kMostSlabs<kDstate> + 2), 1)
+__global__ void __launch_bounds__(32 * (kMostSlabs + 2),
+                                  kLeastBlocks<kDstate, !convert::same<State, Checkpoint>>)
     checkpointing_ssu_slabs(const __grid_constant__ CheckpointingSsuParams params) {
   const int row = blockIdx.x;
   const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(params, ptx::dynamic_smem(),

@@ -35,6 +35,17 @@ struct Target {
     }
   }
 
+  // Piece J of row g + 8 h of an 8-bit state.
+  __device__ __forceinline__ void put_piece(const float2 (&folded)[8], int J, int h,
+                                            const convert::RowScale& scale) const {
+    State* to = slab + 64 * J + 8 * h * kDstate;
+    if (stochastic()) {
+      store_scaled_pieces<State, true, 1>(to, offset(to), folded, scale, Rounding(params));
+    } else {
+      store_scaled_pieces<State, false, 1>(to, 0, folded, scale, Rounding());
+    }
+  }
+
   // Half a piece of an 8-bit state, at `to`; `scale` is its row's.
   __device__ __forceinline__ void put_half(State* to, const float2 (&folded)[4],
                                            const convert::RowScale& scale) const {
@@ -163,6 +174,43 @@ __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
     }
   }
   target.put_rows(rows, lane);
+}
+
+// The same in few registers: all is folded twice, first for the largest magnitudes of the rows.
+template <class State, class Act, int kDstate>
+__device__ __forceinline__ void fold_scaled_twice(const Target<State, kDstate>& target,
+                                                  const SlabTile<State, kDstate>& slab,
+                                                  const unsigned char* B, const Fold<State>& fold,
+                                                  const float* scales, const Lane& lane) {
+  const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
+  const auto pieces = slab.pieces(lane);
+  const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
+  const auto fold_one = [&](float2(&folded)[2][8], int J) {
+    fold_piece<State, Act>(
+        folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+        [&](int q) { return operands[128 * J + 16 * q]; }, decay, fold);
+  };
+  float amax[2] = {0.0f, 0.0f};
+#pragma unroll 1
+  for (int J = 0; J < kDstate / 64; ++J) {
+    float2 folded[2][8];
+    fold_one(folded, J);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) amax[h] = ptx::max_magnitude(amax[h], largest(folded[h]));
+  }
+  convert::RowScale scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    scale[h] = convert::row_scale<State>(of_row(amax[h]));
+    if (lane.t == 0) target.scale[8 * h] = scale[h].decode;
+  }
+#pragma unroll 1
+  for (int J = 0; J < kDstate / 64; ++J) {
+    float2 folded[2][8];
+    fold_one(folded, J);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) target.put_piece(folded[h], J, h, scale[h]);
+  }
 }
 
 }  // namespace replay

@@ -40,6 +40,7 @@ TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 # that its lanes are there for, and warps that a slab of 8-bit rows may take.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
 STEP_ROWS, FOLDING_WARPS = 24, 8
+MOST_SLABS = 6  # of a block in the form by slabs: kMostSlabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
     if step.tokens == 1 or (step.tokens > 2 and key.state_dtype in ("bfloat16", "float16")):
         return heads <= 8
-    return heads <= (4 if key.state_dtype == "float32" and step.tokens > 2 else 2)
+    return heads <= (2 if step.tokens == 2 or key.state_dtype in COPY_DTYPES else 4)
 
 
 def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -308,7 +309,6 @@ def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """One warp per slab and two more; a head in parts while multiprocessors would be left over."""
     heads, all_slabs = step.batch * step.nheads, step.head_dim // SLAB
     slabs = all_slabs
-    most = 6 if key.dstate > 128 else 8  # kMostSlabs
 
     def share_of(slabs: int) -> dict[str, int]:
         return _share(
@@ -321,7 +321,7 @@ def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         )  # fmt: skip
 
     while slabs > 1 and (
-        slabs > most
+        slabs > MOST_SLABS
         or 2 * heads * -(-all_slabs // slabs) <= on.count
         or share_of(slabs)["bytes_of_share"] > on.shared_bytes
     ):
