@@ -60,11 +60,14 @@ struct Head {
   }
   __device__ __forceinline__ bool prepares_C() const { return warp == slabs; }
   __device__ __forceinline__ bool prepares_dt() const { return warp == slabs + 1; }
-  __device__ __forceinline__ Spread spread_B() const {
-    return Spread(threadIdx.x - 32 * slabs, 64, kDstate / 8);
-  }
+  // Half a warp has a row of x, or a quarter if that is enough; more lanes than pieces are idle.
   __device__ __forceinline__ Spread spread_x() const {
-    return Spread(threadIdx.x, 32 * slabs, params.head_dim / 8);
+    const int pieces = params.head_dim / 8, log_lanes = pieces > 8 ? 4 : 3;
+    Spread spread;
+    spread.row = threadIdx.x >> log_lanes, spread.rows = 32 * slabs >> log_lanes;
+    spread.piece = threadIdx.x & ((1 << log_lanes) - 1);
+    if (spread.piece >= pieces) spread.row = Spread::kIdle;
+    return spread;
   }
   __device__ __forceinline__ bool has_slab() const {
     return warp < slabs && first_row + warp * kRows < params.head_dim;
@@ -124,7 +127,38 @@ struct Head {
     }
   }
 
-  // Starts the copies of what belongs to the slot.
+  // Starts the copies of all rows of a ring, four at once. `from` is the thread's piece of its
+  // first row, `place` where that of a row goes.
+  template <class Place>
+  __device__ __forceinline__ void copy_ring(const Act* from, int64_t stride, const Spread& spread,
+                                            Place place) const {
+    constexpr int kAtOnce = 4;
+    const int rows = params.ring_buffer_len;
+    stride *= spread.rows;
+    for (int first = spread.row; first < rows; first += kAtOnce * spread.rows) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = first + i * spread.rows;
+        ptx::cp_async16_if(row < rows, place(row), from);
+        from += stride;
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_x(unsigned slot, const Spread& spread) const {
+    const int64_t stride = params.x_cache_row_stride;
+    const ptx::smem_t to = ptx::to_smem(head_rows().x) + 16 * spread.piece;
+    copy_ring(x_ring<Act>(params, slot, head) + row_offset(spread.row, stride) + 8 * spread.piece,
+              stride, spread, [&](int row) { return to + row * shape.x_pitch; });
+  }
+  __device__ __forceinline__ void copy_B(unsigned slot, const Spread& spread) const {
+    const int64_t stride = params.B_cache_row_stride;
+    const Act* ring = B_ring<Act>(params, slot, head / params.heads_per_group);
+    const ptx::smem_t to = ptx::to_smem(group().B());
+    copy_ring(ring + row_offset(spread.row, stride) + 8 * spread.piece, stride, spread,
+              [&](int row) { return to + group().place(row, spread); });
+  }
+
+  // Starts the copies of what belongs to the slot: the warps of slabs take state, x and B.
   __device__ __forceinline__ void ask_for_slot(const Request& request) const {
     if (has_slab()) {
       const auto* from = reinterpret_cast<const unsigned char*>(state(request)) + 16 * lane.index;
@@ -133,12 +167,10 @@ struct Head {
         ptx::cp_async4(ptx::to_smem(scales() + lane.index), scale(request) + lane.index);
       }
     }
-    const int rows = params.ring_buffer_len;
     if (warp < slabs) {
-      head_rows().copy_ring(params, request, head, 0, rows, spread_x());
-      return;
+      copy_x(request.slot, spread_x());
+      copy_B(request.slot, Spread(threadIdx.x, 32 * slabs, kDstate / 8));
     }
-    group().copy_ring(params, request, head / params.heads_per_group, 0, rows, spread_B());
     if (!prepares_dt()) return;
     if (lane.index < 2) {
       ptx::cp_async4(ptx::to_smem(cursors() + lane.index),
@@ -146,17 +178,19 @@ struct Head {
                                      : live_rows_of(params, request.slot));
     }
     const float* ring = dt_ring(params, request.slot, head);
-    for (int j = lane.index; j < rows; j += 32) {
+    for (int j = lane.index; j < params.ring_buffer_len; j += 32) {
       ptx::cp_async4(ptx::to_smem(dt() + j), ring + row_offset(j, params.dt_cache_row_stride));
     }
   }
 
-  // Starts the copies of the new tokens.
+  // Starts the copies of the new tokens: the warps of slabs take x and z, one of the others C and
+  // B.
   __device__ __forceinline__ void ask_for_tokens(const Request& request) const {
     if (warp < slabs) {
       head_rows().copy_tokens(params, request, head, spread_x());
-    } else {
-      group().copy_tokens(params, request, head / params.heads_per_group, spread_B());
+    } else if (prepares_C()) {
+      group().copy_tokens(params, request, head / params.heads_per_group,
+                          Spread(lane.index, 32, kDstate / 8));
     }
   }
 
@@ -332,11 +366,10 @@ __global__ void __launch_bounds__(32 * (kMostSlabs + 2),
   if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the products are there, and C
   if (block.prepares_dt()) block.prepare_weights(window, decays, constant);
+  if (block.prepares_C()) block.append(request);
   if (reads && kScaledC<State, Act>) block.read_out(acc[0], window);
   __syncthreads();  // the weights are there
-  if (block.prepares_dt()) {
-    block.append(request);
-  } else if (block.has_slab() && (window.flush || window.q > 0)) {
+  if (reads && (window.flush || window.q > 0)) {
     block.finish(acc, request, map);
     if (window.flush) block.fold(request, map);
   }

@@ -134,10 +134,12 @@ __device__ __forceinline__ int64_t out_of_token(const CheckpointingSsuParams& pa
 
 // How some threads share rows of 16-byte pieces: whole rows at a time, the rest of them idle.
 struct Spread {
-  int row, piece, rows;  // the thread's first row and its piece; rows at a time
+  static constexpr int kIdle = 1 << 20;  // a row behind all that there are
+  int row, piece, rows;                  // the thread's first row and its piece; rows at a time
+  Spread() = default;
   __device__ Spread(unsigned thread, unsigned threads, unsigned pieces)
       : row(thread / pieces), piece(thread - row * pieces), rows(threads / pieces) {
-    if (row >= rows) row = 1 << 20;
+    if (row >= rows) row = kIdle;
   }
 };
 
