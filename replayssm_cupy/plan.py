@@ -401,13 +401,16 @@ class CudaLauncher:
     def launch(self, plan: Plan, stream: int) -> None:
         """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
         ready = plan.ready
-        if ready is None or _runtime().getDevice() != plan.device.index:
+        if ready is not None and _runtime().getDevice() == plan.device.index:
+            try:
+                ready(stream)
+            except Exception as error:
+                _launch_again(plan, ready, stream, error)
+        else:
             with device_guard(plan.device):
                 if ready is None:
-                    ready = plan.ready = _prepare(plan, stream)
-                _enqueue(plan, ready, stream)
-        else:
-            _enqueue(plan, ready, stream)
+                    plan.ready = _prepare(plan, stream)
+                self.launch(plan, stream)
 
 
 def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
@@ -422,16 +425,13 @@ def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
     return driver.plain_launch(*launch, compiler.import_cupy())
 
 
-def _enqueue(plan: Plan, ready: Callable[[int], None], stream: int) -> None:
+def _launch_again(plan: Plan, ready: Callable[[int], None], stream: int, error: Exception) -> None:
+    """After an error of a thread that has not touched the device yet; others are raised."""
     try:
-        try:
-            ready(stream)
-        except Exception as error:
-            if getattr(error, "status", 0) != driver.INVALID_CONTEXT:
-                raise
-            # A thread that has not touched the device yet: this makes its context current.
-            _runtime().setDevice(plan.device.index)
-            ready(stream)
+        if getattr(error, "status", 0) != driver.INVALID_CONTEXT:
+            raise error
+        _runtime().setDevice(plan.device.index)  # which makes its context current
+        ready(stream)
     except Exception as error:
         raise ReplaySSMError(
             f"launching {plan.key.name_expression} with grid {plan.grid} and block "
