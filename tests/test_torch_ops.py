@@ -385,7 +385,147 @@ def test_fake_tensors_have_shapes_alone():
     assert_equal(contents(handle.stack), before)
 
 
+class Functions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def calls_of_steps() -> tuple[dict[str, Any], Any, list[Any]]:
+    """A call of each step's overloads as a function of x, their handles, and what they take."""
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    x, dt, A, B, C = given
+    layer = handle.bind_layer(1, A, slots=options["slots"])
+    handle.stack.prev_num_accepted_tokens.fill_(3)  # no step flushes, so all do the same
+    named, out = (handle.number, handle.anchor, 0), torch.empty_like(x)
+    of_layer = layer.number, layer.anchor
+    return (
+        {
+            "layer_step.default": lambda x: OPS.layer_step.default(*of_layer, x, dt, B, C),
+            "layer_step.out": lambda x: OPS.layer_step.out(*of_layer, x, dt, B, C, None, out),
+            "stack_step.default": lambda x: OPS.stack_step.default(*named, x, dt, A, B, C),
+            "stack_step.out": lambda x: OPS.stack_step.out(*named, x, dt, A, B, C, out=out),
+        },
+        (handle, layer),
+        [x, out],
+    )
+
+
+STEPS = ("layer_step.default", "layer_step.out", "stack_step.default", "stack_step.out")
+
+
+@pytest.fixture
+def dispatched(monkeypatch) -> list[str]:
+    """The names of steps that go through the dispatcher."""
+    seen: list[str] = []
+
+    def watch(name: str, dispatch: Any) -> None:
+        def call(*given: Any, **named: Any) -> Any:
+            seen.append(name)
+            return dispatch(*given, **named)
+
+        operator, overload = name.split(".")
+        monkeypatch.setattr(getattr(getattr(OPS, operator), overload), "_op", call)
+
+    for name in STEPS:
+        operator, overload = name.split(".")
+        watch(name, getattr(getattr(OPS, operator), overload)._op)
+    return seen
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_eager_steps_leave_out_the_dispatcher(dispatched, name):
+    """Unless something watches; the results are the same."""
+    calls, _handles, (x, out) = calls_of_steps()
+    call = calls[name]
+
+    def result(given: Any) -> np.ndarray:
+        out.zero_()
+        returned = call(given)
+        assert (returned is None) == name.endswith("out")
+        return get(out if returned is None else returned)
+
+    expected = result(x)
+    with torch.no_grad():
+        assert_equal([result(x)], [expected])
+    assert not dispatched and expected.any()
+    watchers = {
+        "dispatch mode": Seen(),
+        "function mode": Functions(),
+        "default device": torch.device("cpu"),
+        "profiler": torch.autograd.profiler.profile(),
+    }
+
+    def was_dispatched() -> bool:
+        names = set(dispatched)
+        dispatched.clear()
+        return names == {name}
+
+    for watcher in watchers.values():
+        with watcher:
+            assert_equal([result(x)], [expected])
+        assert was_dispatched()
+    events = [event.name for event in watchers["profiler"].function_events]
+    assert f"replayssm::{name.split('.')[0]}" in events
+    assert_equal([result(x.as_subclass(Subclass))], [expected])
+    assert was_dispatched()
+    torch.jit.trace(lambda x: (call(x), x)[1], x, check_trace=False)
+    assert was_dispatched()
+    with pytest.raises(RuntimeError, match=r"vmap|Batching rule"):
+        torch.vmap(call)(torch.stack([x, x]))
+    assert was_dispatched()
+    assert_equal([result(x)], [expected])
+    assert not dispatched
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_have_no_derivatives(dispatched, name):
+    """Autograd takes note of results that should have one."""
+    calls, _handles, (x, _) = calls_of_steps()
+    x = x.requires_grad_()
+    with torch.no_grad():
+        calls[name](x)
+    assert not dispatched
+    result = calls[name](x)
+    if name.endswith("out"):
+        assert result is None and not dispatched
+    else:
+        assert dispatched == [name] and result.requires_grad
+
+
+def test_steps_take_arguments_by_name(dispatched):
+    calls, (handle, layer), (x, out) = calls_of_steps()
+    _, dt, A, B, C = stack_tokens("cpu")[0]
+    expected = get(calls["layer_step.default"](x))
+    y = OPS.layer_step.default(layer.number, layer.anchor, x, dt, B=B, C=C)
+    OPS.layer_step.out(layer=layer.number, anchor=layer.anchor, x=x, dt=dt, B=B, C=C, z=None,
+                       out=out)  # fmt: skip
+    assert_equal([get(y), get(out)], [expected] * 2)
+    assert dispatched == ["layer_step.out"]
+    with pytest.raises(RuntimeError, match="missing value for argument 'x'"):
+        OPS.layer_step.default(layer.number, layer.anchor)
+    expected = get(calls["stack_step.default"](x))
+    y = OPS.stack_step.default(handle.number, handle.anchor, 0, x, dt, A=A, B=B, C=C)
+    assert_equal([get(y)], [expected])
+
+
 # --- torch.compile -------------------------------------------------------------------------------
+
+
+def test_compiled_steps_leave_out_the_dispatcher(dispatched):
+    torch.compiler.reset()
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    layers, accepted = layers_of(handle, given[2], options["slots"]), torch.ones(5).int()
+    compiled = torch.compile(layer_loop, fullgraph=True)
+    compiled(handle, layers, layer_tokens("cpu"), accepted)
+    dispatched.clear()  # it was traced
+    compiled(handle, layers, layer_tokens("cpu", 2), accepted)
+    assert not dispatched
 
 
 def loop(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any], accepted: Any):
