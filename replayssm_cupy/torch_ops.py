@@ -319,7 +319,8 @@ bool dt_softplus=False, Tensor? state_batch_indices=None, int pad_slot_id=-1,
 Tensor(e!)? state_scale=None, Tensor? rand_seed=None, int philox_rounds=10,
 Tensor? cu_seqlens=None, int? max_seqlen=None, bool enable_pdl=False, int? max_window=None,
 Tensor? force_flush=None, str pad_output="zero", Tensor(g!)? cb_scaled=None,
-Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto\""""
+Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto",
+Tensor(j!)? state_copy=None"""
 _PLAIN = f"""(Tensor(a!) state, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=False,
 Tensor? state_batch_indices=None, int pad_slot_id=-1, *, Tensor(b!)? state_scale=None,
 Tensor? rand_seed=None, int philox_rounds=10, str pad_output="zero\""""

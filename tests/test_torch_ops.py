@@ -10,6 +10,7 @@ import pytest
 from cases import Case, Shape, make_pools, make_step
 from conftest import choose_form
 from oracles import bits
+from runs import COPIED
 
 import replayssm_cupy as ssm
 from replayssm_cupy import plan
@@ -49,9 +50,10 @@ def put(array: np.ndarray, device: str) -> Any:
 
 
 def get(tensor: Any) -> np.ndarray:
-    """The tensor's bits."""
+    """A copy of the tensor's bits."""
     tensor = tensor.detach().cpu().contiguous()
-    return bits((tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy())
+    narrow = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), tensor.dtype)
+    return bits(tensor.view(narrow).numpy()).copy()
 
 
 def pools_on(device: str, seed: int = 0) -> dict[str, Any]:
@@ -125,6 +127,84 @@ def test_operators_are_the_functions(device):
         ring = theirs["ring_start"], theirs["prev_num_accepted_tokens"]
         ssm.advance_ring(*ring, accepted, 2, slots, **cursors)
     assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+
+
+def copied_pools_on(device: str, state_format: str) -> tuple[list[Any], dict[str, Any]]:
+    """A float16 state with tokens in its rings, by place, and what belongs to it, by name."""
+    stack = torch_ops.layer_stack(
+        1, 5, 4, 64, 2, 128, max_window=6, npredicted=2, state_dtype=state_format, device=device
+    )
+    pools = pools_on(device)
+    stack.load_state(0, None, pools.pop("state"))
+    named = {"state_scale": stack.state_scales[0], "state_copy": stack.state_copies[0]}
+    return [stack.states[0], *pools.values()], named
+
+
+def copied_contents(pools: list[Any], named: dict[str, Any]) -> list[np.ndarray]:
+    return [*map(get, (*pools, *named.values()))]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("state_format", COPIED)
+def test_operators_with_read_copies(device, state_format, seed):
+    """The function's bits, by both overloads; flushes make state, copy and scales anew."""
+    (mine, named), (theirs, right) = (copied_pools_on(device, state_format) for _ in range(2))
+    before = copied_contents(mine, named)
+    for number in range(6):
+        given, options = split(tokens_on(device, number))
+        if seed is not None:
+            options["rand_seed"] = torch.tensor([seed + number], device=device)
+        expected = ssm.checkpointing_ssu(*theirs, *given, **options, **right)
+        if number % 2:
+            out = torch.empty_like(given[0])
+            assert OPS.checkpointing_ssu.out(*mine, *given, **options, **named, out=out) is None
+        else:
+            out = OPS.checkpointing_ssu(*mine, *given, **options, **named)
+        assert_equal([get(out)], [get(expected)])
+        accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+        for pools in (mine, theirs):
+            ssm.advance_ring(*pools[4:6], accepted, 2, options["state_batch_indices"],
+                             max_window=6, ring_buffer_len=8)  # fmt: skip
+    after = copied_contents(mine, named)
+    assert_equal(after, copied_contents(theirs, right))
+    changed = [not np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert changed == [True] * 8
+
+
+@pytest.mark.parametrize("overload", ["default", "out"])
+@pytest.mark.parametrize("state_format", COPIED)
+def test_opcheck_with_read_copies(device, state_format, overload):
+    pools, named = copied_pools_on(device, state_format)
+    pools[5].fill_(3)  # a flush would not be the same when it is repeated
+    given, options = split(tokens_on(device))
+    if overload == "out":
+        named["out"] = torch.empty_like(given[0])
+    operator = getattr(OPS.checkpointing_ssu, overload)
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if state_format == "float16+nvfp4":  # torch compares no e4m3 with what it was
+        checks.append("test_schema")
+    torch.library.opcheck(operator, (*pools, *given), options | named, test_utils=checks)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_operators_with_read_copies(device, backend):
+    """The copies are changed in place, where they are."""
+    torch.compiler.reset()
+
+    def step(pools: list[Any], named: dict[str, Any], given: list[Any], options: Any) -> Any:
+        return OPS.checkpointing_ssu(*pools, *given, **options, **named) * 2
+
+    (mine, named), (theirs, right) = (copied_pools_on(device, "float16+nvfp4") for _ in range(2))
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    places = [tensor.data_ptr() for tensor in (*mine, *named.values())]
+    for seed in range(3):
+        given, options = split(tokens_on(device, seed))
+        for pools in (mine, theirs):
+            pools[5].fill_(5)  # all flush
+        out = compiled(mine, named, given, options)
+        assert_equal([get(out)], [get(step(theirs, right, given, options))])
+    assert_equal(copied_contents(mine, named), copied_contents(theirs, right))
+    assert places == [tensor.data_ptr() for tensor in (*mine, *named.values())]
 
 
 def test_two_kernels(device, monkeypatch):
