@@ -360,6 +360,7 @@ class Plan:
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
     before: Plan | None = None  # launched first; it reads the same record
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
+    alone: bool = field(default=False, init=False, repr=False, compare=False)  # the only device
     words: memoryview = field(init=False, repr=False, compare=False)  # the record, 8 bytes each
     pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -401,7 +402,7 @@ class CudaLauncher:
     def launch(self, plan: Plan, stream: int) -> None:
         """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
         ready = plan.ready
-        if ready is not None and _runtime().getDevice() == plan.device.index:
+        if ready is not None and (plan.alone or _runtime().getDevice() == plan.device.index):
             try:
                 ready(stream)
             except Exception as error:
@@ -409,7 +410,7 @@ class CudaLauncher:
         else:
             with device_guard(plan.device):
                 if ready is None:
-                    plan.ready = _prepare(plan, stream)
+                    plan.ready, plan.alone = _prepare(plan, stream), compiler.gpu_count() == 1
                 self.launch(plan, stream)
 
 
