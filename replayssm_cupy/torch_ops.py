@@ -24,8 +24,9 @@ the anchor of a :class:`StackHandle`, whose methods call them, instead of lists 
 ``layer_step`` those of a :class:`LayerHandle`, which holds a layer's weights, slots and options.
 The dispatcher takes its time for every argument, more than the rest of a step takes on the host.
 So where no mode, tracer, transform or profiler watches and no result needs a derivative, methods
-are the stack's own, and ``stack_step`` and ``layer_step`` leave it out too if they are called by
-the name of an overload, as compiled code does. ``layer_step.out`` is the cheapest.
+are the stack's own, and ``stack_step``, ``layer_step`` and ``stack_advance`` leave it out too if
+they are called by the name of an overload, as compiled code does. ``layer_step.out`` is the
+cheapest step.
 """
 
 from __future__ import annotations
@@ -400,8 +401,17 @@ def _layer_step(
     return _layer(layer).step(x, dt, B, C, z)
 
 
-def _layer_step_out(layer: int, anchor: Tensor, *tokens_and_out: Any) -> None:
-    _layer(layer).step(*tokens_and_out)
+def _layer_step_out(
+    layer: int,
+    anchor: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    out: Tensor,
+) -> None:
+    _layer(layer).step(x, dt, B, C, z, out)
 
 
 def _stack_advance(
@@ -474,11 +484,11 @@ class _Direct(torch._ops.OpOverload):  # type: ignore[misc]
     """
 
     direct: Callable[..., Any]
-    place_of_x: int
+    place: int  # of a tensor among the arguments, which tells whether it is one
     derives: bool  # a tensor is returned, which may belong to a graph of autograd
 
     def __call__(self, /, *given: Any, **named: Any) -> Any:
-        place = self.place_of_x
+        place = self.place
         if (
             len(given) <= place
             or type(given[place]) is not torch.Tensor
@@ -507,15 +517,15 @@ def _require_grad(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 
 def _make_direct(
-    name: str, place_of_x: int, run: Callable[..., Any], run_out: Callable[..., Any]
+    overload: Any, direct: Callable[..., Any], place: int, derives: bool = False
 ) -> None:
-    operator = getattr(torch.ops.replayssm, name)
-    for overload, direct in ((operator.default, run), (operator.out, run_out)):
-        overload.direct, overload.place_of_x = direct, place_of_x
-        overload.derives = direct is run
-        overload.__class__ = _Direct
+    overload.direct, overload.place, overload.derives = direct, place, derives
+    overload.__class__ = _Direct
 
 
 _library = _operators()  # the operators exist as long as this does
-_make_direct("layer_step", 2, _layer_step, _layer_step_out)
-_make_direct("stack_step", 3, _stack_step, _without_result(_stack_step))
+_make_direct(torch.ops.replayssm.layer_step.default, _layer_step, 2, derives=True)
+_make_direct(torch.ops.replayssm.layer_step.out, _layer_step_out, 2)
+_make_direct(torch.ops.replayssm.stack_step.default, _stack_step, 3, derives=True)
+_make_direct(torch.ops.replayssm.stack_step.out, _without_result(_stack_step), 3)
+_make_direct(torch.ops.replayssm.stack_advance.default, _stack_advance, 3)

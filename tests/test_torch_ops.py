@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -500,7 +501,7 @@ STEPS = ("layer_step.default", "layer_step.out", "stack_step.default", "stack_st
 
 @pytest.fixture
 def dispatched(monkeypatch) -> list[str]:
-    """The names of steps that go through the dispatcher."""
+    """The names of direct operators whose calls go through the dispatcher."""
     seen: list[str] = []
 
     def watch(name: str, dispatch: Any) -> None:
@@ -511,7 +512,7 @@ def dispatched(monkeypatch) -> list[str]:
         operator, overload = name.split(".")
         monkeypatch.setattr(getattr(getattr(OPS, operator), overload), "_op", call)
 
-    for name in STEPS:
+    for name in (*STEPS, "stack_advance.default"):
         operator, overload = name.split(".")
         watch(name, getattr(getattr(OPS, operator), overload)._op)
     return seen
@@ -560,6 +561,20 @@ def test_eager_steps_leave_out_the_dispatcher(dispatched, name):
     assert was_dispatched()
     assert_equal([result(x)], [expected])
     assert not dispatched
+
+
+def test_eager_advances_leave_out_the_dispatcher(dispatched):
+    handle = handle_on("cpu")
+    accepted = torch.ones(5, dtype=torch.int32)
+    call = partial(OPS.stack_advance.default, handle.number, handle.anchor, None, accepted, 1)
+    assert call() is None and not dispatched
+    with Seen() as seen:
+        call()
+    assert dispatched == ["stack_advance.default"] == seen.names
+    # Two tokens more than the 0, 3, 6, 2 and 5 live rows; those beyond 6 were folded before.
+    assert handle.stack.prev_num_accepted_tokens.tolist() == [2, 5, 2, 4, 1]
+    with pytest.raises(ValueError, match=r"^stack: expected the number of a live StackHandle"):
+        OPS.stack_advance.default(10**9, handle.anchor, None, accepted, 1)
 
 
 @pytest.mark.parametrize("name", STEPS)
