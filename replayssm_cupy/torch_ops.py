@@ -480,18 +480,19 @@ def _operators() -> Any:
 class _Direct(torch._ops.OpOverload):  # type: ignore[misc]
     """An overload that runs its function at once, which is what the dispatcher would come to.
 
-    The dispatcher gets the calls that something watches, transforms or differentiates.
+    The dispatcher gets calls with other than plain tensors that have memory, and those that
+    something watches, transforms or differentiates.
     """
 
     direct: Callable[..., Any]
-    place: int  # of a tensor among the arguments, which tells whether it is one
+    place: int  # among the arguments, of the tensor that is looked at
     derives: bool  # a tensor is returned, which may belong to a graph of autograd
 
     def __call__(self, /, *given: Any, **named: Any) -> Any:
-        place = self.place
         if (
-            len(given) <= place
-            or type(given[place]) is not torch.Tensor
+            len(given) <= self.place
+            or type(tensor := given[self.place]) is not torch.Tensor
+            or tensor.is_meta
             or _modes() > 0
             or _function_modes() > 0
             or _transform() is not None

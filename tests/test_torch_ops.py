@@ -592,6 +592,23 @@ def test_steps_have_no_derivatives(dispatched, name):
         assert dispatched == [name] and result.requires_grad
 
 
+def test_tensors_without_memory(dispatched):
+    given, options = stack_tokens("cpu")
+    handle = handle_on("cpu")
+    layer = handle.bind_layer(1, given[2], slots=options["slots"])
+    x, dt, A, B, C = (tensor.to("meta") for tensor in given)
+    before, anchor = contents(handle.stack), handle.anchor.to("meta")
+    for y in (
+        OPS.layer_step.default(layer.number, anchor, x, dt, B, C),
+        OPS.stack_step.default(handle.number, anchor, 0, x, dt, A, B, C),
+    ):
+        assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
+    out = torch.empty_like(x)
+    assert OPS.layer_step.out(layer.number, anchor, x, dt, B, C, None, out) is None
+    assert dispatched == ["layer_step.default", "stack_step.default", "layer_step.out"]
+    assert_equal(contents(handle.stack), before)
+
+
 def test_steps_take_arguments_by_name(dispatched):
     calls, (handle, layer), (x, out) = calls_of_steps()
     _, dt, A, B, C = stack_tokens("cpu")[0]
