@@ -7,7 +7,7 @@
         [--acceptance geometric:0.7 | FILE.csv] [--cycle] [--pdl] [--algorithm auto]
         [--peer flashinfer] [--peer mamba_ssm] [--csv FILE] [--markdown FILE] [--plot FILE.png]
     python benchmarks/bench.py plot FILE.csv FILE.png
-    python benchmarks/bench.py host
+    python benchmarks/bench.py host [--no-launch]
     python benchmarks/bench.py memory [--steps 1000]
 
 ``decode``: one layer step of the replay kernel, of the plain update (the same tokens in one call)
@@ -27,7 +27,8 @@ over the time of the replay.
 
 ``memory``: the GPU memory in use after a warm-up, after eager steps and after graph replays; exit
 status 1 unless it stays the same. ``host``: the host time of eager and bound calls, and the first
-call of a configuration in fresh processes, without and with the disk cache.
+call of a configuration in fresh processes, without and with the disk cache; with ``--no-launch``
+the host time of calls on torch tensors in host memory whose launches do nothing, without a GPU.
 
 One kernel under Nsight Compute (the second launch of the kernel, all sections)::
 
@@ -94,11 +95,14 @@ def plot(args: argparse.Namespace) -> int:
     return 0
 
 
-def host(_: argparse.Namespace) -> int:
-    from host_side import first_call, host_times
+def host(args: argparse.Namespace) -> int:
+    from host_side import first_call, host_times, host_times_without_launches
 
-    first_call()
-    host_times()
+    if args.no_launch:
+        host_times_without_launches()
+    else:
+        first_call()
+        host_times()
     return 0
 
 
@@ -153,7 +157,9 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("csv")
     draw.add_argument("image")
     draw.set_defaults(run=plot)
-    commands.add_parser("host", help="host time and first calls").set_defaults(run=host)
+    times = commands.add_parser("host", help="host time and first calls")
+    times.add_argument("--no-launch", action="store_true", help="on the CPU, launches do nothing")
+    times.set_defaults(run=host)
     same = commands.add_parser("memory", help="GPU memory over many calls")
     same.add_argument("--steps", type=int, default=1000)
     same.set_defaults(run=memory)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,30 @@ def host_times() -> None:
     for kind, named in calls.items():
         for name, time_of_it in host_times_of(named, _synchronize).items():
             print(f"host time of {name} with {kind}: {time_of_it:.1f} us")
+
+
+def host_times_without_launches() -> None:
+    """The same with torch tensors in host memory and launches that do nothing, without a GPU."""
+    with no_launches():
+        for name, time_of_it in host_times_of(_torch_calls("cpu"), lambda: None).items():
+            print(f"host time of {name} without its launch: {time_of_it:.1f} us")
+
+
+@contextlib.contextmanager
+def no_launches() -> Iterator[None]:
+    """Host arrays take the way of a GPU's, to launches that do nothing."""
+    from replayssm_cupy import decode, plan
+
+    class Launcher:
+        def launch(self, plan: Any, stream: int) -> None:
+            pass
+
+    plan.launchers["cpu"] = Launcher()
+    try:
+        yield
+    finally:
+        del plan.launchers["cpu"]
+        decode._plans.clear()
 
 
 def host_times_of(
@@ -147,36 +173,44 @@ def _operator_calls(stack: Any, inputs: dict[str, Any]) -> dict[str, Callable[[]
 
     handle, operator = StackHandle(stack), torch.ops.replayssm.stack_step
     *tokens, slots, out = inputs.values()  # dt_softplus lies between tokens and slots
-    given = handle.number, handle.anchor, 0, *tokens, True, slots
+    by_place = handle.number, handle.anchor, 0, *tokens, True, slots
     tokens = tuple(tokens)
     x, dt, A, B, C, D, z, dt_bias = tokens
     layer, operators = handle.bind_layer(0, A, D, dt_bias, slots=slots), torch.ops.replayssm
     short, number, anchor = operators.layer_step, layer.number, layer.anchor
+    given = itertools.cycle([[a.clone() for a in (x, dt, B, C, z, out)] for _ in range(3)])
+
+    def elsewhere() -> Any:
+        tensors = next(given)
+        short.out(number, anchor, *tensors)
+        return tensors[-1]
+
     return {
         "one step of a bound layer": lambda: layer.step(x, dt, B, C, z, out),
         "one step of a bound layer that allocates out": lambda: layer.step(x, dt, B, C, z),
         "one operator layer_step.out": lambda: short.out(number, anchor, x, dt, B, C, z, out),
+        "one operator layer_step.out on other tensors each time": elsewhere,
         "one operator layer_step.default": lambda: short.default(number, anchor, x, dt, B, C, z),
         "one operator layer_step": lambda: short(number, anchor, x, dt, B, C, z),
         "one handle.step": lambda: handle.step(0, *tokens, slots=slots, out=out),
         "one handle.step that allocates out": lambda: handle.step(0, *tokens, slots=slots),
-        "one operator stack_step.out": lambda: operator.out(*given, out=out),
-        "one operator stack_step.default": lambda: operator.default(*given),
-        "one operator stack_step": lambda: operator(*given),
+        "one operator stack_step.out": lambda: operator.out(*by_place, out=out),
+        "one operator stack_step.default": lambda: operator.default(*by_place),
+        "one operator stack_step": lambda: operator(*by_place),
     }
 
 
-def _torch_calls() -> dict[str, Callable[[], Any]]:
+def _torch_calls(device: str = "cuda") -> dict[str, Callable[[], Any]]:
     import torch
 
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise ImportError("torch finds no CUDA device")
 
     def ints(array: Any) -> Any:
-        return torch.from_numpy(array).cuda()
+        return torch.from_numpy(array).to(device)
 
     layer = _layer(
-        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"), ints
+        lambda size, dtype: torch.zeros(size, dtype=getattr(torch, dtype), device=device), ints
     )
     return _calls(*layer, ints) | _operator_calls(*layer)
 

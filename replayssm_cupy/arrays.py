@@ -188,13 +188,16 @@ def _quick_torch_allocator(like: View) -> Callable[[], Any] | None:
     try:
         make = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
         quick = partial(make, like.shape, strides, getattr(torch, like.dtype))
-        current = torch._C._cuda_getDevice if kind == "cuda" else int  # it allocates on this one
+        current = torch._C._cuda_getDevice if kind == "cuda" else int
         with device_guard(like.device):
             made = view(quick(), "out")
         if made[2:6] != (like.shape, strides, like.dtype, like.device):
             return None
     except Exception:  # another version of torch
         return None
+    if kind == "cpu" or torch.cuda.device_count() == 1:
+        return quick
+    # On several GPUs it allocates on the current one.
     usual = partial(empty_like_framework, like, like.shape, like.dtype, like.device)
     return lambda: quick() if current() == index else usual()
 

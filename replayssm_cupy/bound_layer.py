@@ -28,14 +28,13 @@ class BoundLayer:
         check: bool,
     ) -> None:
         self._stack, self._first_step, self._check = stack, first_step, check
-        self._calls, self._calls_of_stack = SeenCalls(), stack._seen()
+        self._calls, self._calls_of_stack = SeenCalls(), stack._calls
 
     def step(self, x: Any, dt: Any, B: Any, C: Any, z: Any = None, out: Any = None) -> Any:
         """One decode step; the arrays and the result are those of :meth:`LayerStack.step`."""
         stack = self._stack
-        known = stack._seen()
-        if known is not self._calls_of_stack:
-            self._calls, self._calls_of_stack = SeenCalls(), known
+        if stack._calls is not self._calls_of_stack:
+            self._calls, self._calls_of_stack = SeenCalls(), stack._calls
         key, given = (z is None, out is None), (x, dt, B, C, z, out)
         if not self._check and not everywhere():
             repeated = self._calls.repeat(key, given, x)

@@ -27,7 +27,7 @@ def check_mode(check: bool | str) -> bool | str:
 
 def everywhere() -> bool | str:
     """What REPLAYSSM_CHECK asks of every call."""
-    return _MODES.get(_environment.get(_VARIABLE), False)
+    return _VARIABLE in _environment and _MODES.get(_environment[_VARIABLE], False)
 
 
 # The dictionary behind os.environ, which is read at every step, costs a tenth of os.environ.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from .checks import optional_view
 from .decode import decode
 from .decode_checks import Options
 from .scratch import SCRATCH
-from .slots import advance_ring, reset_slots
+from .slots import advance_ring, load_views, reset_slots
 from .snapshots import Snapshots
 from .stack_arrays import check_layer
 
 Array = Any  # jax has no types where it is not installed
-CHANGED = ("states", "state_scales", "x_caches", "B_caches", "dt_caches")  # by a step
+SLOTS = ("states", "state_copies", "state_scales")  # of a slot, beside its rings and cursors
+RINGS = ("x_caches", "B_caches", "dt_caches")
+CHANGED = (*SLOTS, *RINGS)  # by a step
 TOKENS = ("x", "dt", "A", "B", "C")
 OPTIONAL = ("D", "z", "dt_bias", "force_flush")
 
@@ -40,6 +43,19 @@ def call(work: Any, changed: list[Array], results: list[Array], *read: Any) -> l
     aliases = {index: index for index in range(len(changed))}
     callback = buffer_callback(work, shapes, input_output_aliases=aliases, vmap_method="sequential")
     return list(callback(*changed, *read))
+
+
+def one_of(name: str) -> str:
+    """What one of `states`, `state_copies` and so on is called."""
+    return "state_copy" if name == "state_copies" else name.removesuffix("s")
+
+
+def by_kind(arrays: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    """Arrays that lie one kind of SLOTS after the other, `sizes` of each."""
+    rest = iter(arrays)
+    return {
+        name: list(itertools.islice(rest, size)) for name, size in zip(SLOTS, sizes, strict=True)
+    }
 
 
 @contextlib.contextmanager
@@ -138,11 +154,9 @@ class Steps:
 
     def _views(self, pools: Sequence[Any], tokens: dict[str, Any]) -> dict[str, View | None]:
         """Of a layer's arrays and its tokens."""
-        names = [field.removesuffix("s") for field in self.fields]
-        views: dict[str, View | None] = {
-            name: view(buffer, name) for name, buffer in zip(names, pools, strict=True)
-        }
-        views = views | {name: None for name in ("state_copy", "state_scale") if name not in views}
+        views: dict[str, View | None] = dict.fromkeys(map(one_of, SLOTS))
+        for field, buffer in zip(self.fields, pools, strict=True):
+            views[one_of(field)] = view(buffer, one_of(field))
         views |= {name: view(tokens[name], name) for name in TOKENS}
         return views | {name: optional_view(tokens.get(name), name) for name in OPTIONAL}
 
@@ -172,26 +186,44 @@ class Advance:
 
 @dataclass(frozen=True)
 class Reset:
-    """The cursors, then the states and the scales of all layers."""
+    """The cursors, then SLOTS of all layers."""
 
-    layers: int
+    sizes: tuple[int, ...]  # how many of each
     pad_slot_id: int
 
     def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
         start, prev, *rest = results
         with _on_stream(context, start):
             _carry_over(context, results, given[:-1])
-            reset_slots(
-                start, prev, given[-1]["slots"], rest[: self.layers], self.pad_slot_id,
-                state_scales=rest[self.layers :],
-            )  # fmt: skip
+            reset_slots(start, prev, given[-1]["slots"], pad_slot_id=self.pad_slot_id,
+                        **by_kind(rest, self.sizes))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """One layer's SLOTS, as far as there are any."""
+
+    fields: tuple[str, ...]
+    pad_slot_id: int
+
+    def __call__(self, context: Any, results: list[Any], *given: Any) -> None:
+        *changed, read = given
+        with _on_stream(context, results[0]):
+            _carry_over(context, results, changed)
+            arrays: dict[str, View | None] = dict.fromkeys(SLOTS)
+            for field, buffer in zip(self.fields, results, strict=True):
+                arrays[field] = view(buffer, field)
+            states, copies, scales = arrays.values()
+            assert states is not None
+            load_views(states, copies, scales, view(read["source"], "state"),
+                       optional_view(read["slots"], "slots"), self.pad_slot_id)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Materialize:
-    """The cursors, then the states and the scales of all layers; the rings are read."""
+    """The cursors, then SLOTS of all layers; the rings are read."""
 
-    layers: int
+    sizes: tuple[int, ...]  # how many of each
     max_window: int
     philox_rounds: int
     block_size: int  # 1 where boundaries or a prefix say more
@@ -220,20 +252,18 @@ class Materialize:
                 ("ring_start", "prev_num_accepted_tokens"), results, strict=False
             )
         }
-        states, scales = results[2 : 2 + self.layers], results[2 + self.layers :]
-        rings = CHANGED[2:]
+        slots = by_kind(results[2:], self.sizes)
         return [
             {
-                "state": view(states[i], f"states[{i}]"),
-                "state_copy": None,
-                "state_scale": view(scales[i], f"state_scales[{i}]") if scales else None,
                 **{
-                    name.removesuffix("s"): view(others[name][i], f"{name}[{i}]")._replace(
-                        readonly=False
-                    )
-                    for name in rings
+                    one_of(name): view(arrays[i], f"{name}[{i}]") if arrays else None
+                    for name, arrays in slots.items()
+                },
+                **{
+                    one_of(name): view(others[name][i], f"{name}[{i}]")._replace(readonly=False)
+                    for name in RINGS
                 },
                 **cursors,
             }
-            for i in range(self.layers)
+            for i in range(self.sizes[0])
         ]

@@ -34,8 +34,22 @@ import numpy as np
 
 from .arrays import dtype_name
 from .checks import check_int, check_rounds, first_seed, index_range
-from .jax_calls import CHANGED, OPTIONAL, TOKENS, Advance, Materialize, Reset, Steps, call
-from .keys import SCALED_DTYPES
+from .formats import arrays_of, copy_shape, format_name
+from .jax_calls import (
+    CHANGED,
+    OPTIONAL,
+    RINGS,
+    SLOTS,
+    TOKENS,
+    Advance,
+    LoadState,
+    Materialize,
+    Reset,
+    Steps,
+    by_kind,
+    call,
+)
+from .keys import SCALED_FORMATS
 from .prefix_plan import check_block_size
 
 Array = Any  # jax has no types where it is not installed
@@ -44,7 +58,7 @@ Array = Any  # jax has no types where it is not installed
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("states", "state_scales", "x_caches", "B_caches", "dt_caches", "ring_start",
-                 "prev_num_accepted_tokens", "rand_seed"),
+                 "prev_num_accepted_tokens", "rand_seed", "state_copies"),
     meta_fields=("max_window", "philox_rounds"),
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -54,7 +68,8 @@ class StackArrays:
     Parameters
     ----------
     states : for each layer (num_slots, nheads, head_dim, dstate).
-    state_scales : for each layer (num_slots, nheads, head_dim) float32 beside 8-bit states, or ().
+    state_scales : for each layer (num_slots, nheads, head_dim) float32 beside 8-bit states and
+        copies, or ().
     x_caches, B_caches, dt_caches : the rings of each layer, as in ``checkpointing_ssu``.
     ring_start, prev_num_accepted_tokens : (num_slots,) int32, shared by all layers.
     max_window : W, the most tokens that wait in the rings, an int. The rings' other rows are for
@@ -62,6 +77,8 @@ class StackArrays:
     rand_seed : (parts, 2) int32 where states are rounded stochastically, or None: the low and the
         high word of a seed for each part of the heads, because JAX has no int64 unless told.
     philox_rounds : of the random bits, 1 to 10.
+    state_copies : beside float16 states the copies that steps read, for each layer as `state_copy`
+        of ``checkpointing_ssu``, or ().
     """
 
     states: Sequence[Array]
@@ -74,6 +91,7 @@ class StackArrays:
     max_window: int
     rand_seed: Array | None = None
     philox_rounds: int = 10
+    state_copies: Sequence[Array] = ()
 
     def specs(self, axis: str) -> StackArrays:
         """PartitionSpecs for ``jax.shard_map``: heads and groups split over the mesh axis `axis`.
@@ -107,13 +125,14 @@ def stack_arrays(
     parts: int = 1,
     device: Any = None,
 ) -> StackArrays:
-    """New arrays, all zero, scales 1; arguments as of :class:`LayerStack`.
+    """New arrays, all zero, scales 1; arguments as of :class:`LayerStack`, read copies included.
 
     `parts` is over how many devices ``jax.shard_map`` will split the heads, for states that are
     rounded stochastically: each part has a seed of its own, the first one that of the stack.
     `device` is a jax Device or Sharding; None is JAX's default.
     """
-    state_type = dtype_name(state_dtype, "state_dtype")
+    state_format = format_name(state_dtype, "state_dtype")
+    state_type, copy_type = arrays_of(state_format)
     activation = dtype_name(activation_dtype, "activation_dtype")
     rows, layers = max_window + npredicted, range(num_layers)
 
@@ -124,7 +143,11 @@ def stack_arrays(
     check_int("parts", parts)
     if parts < 1:
         raise ValueError(f"parts: expected at least 1, got {parts}")
-    scaled = state_type in SCALED_DTYPES
+    scaled = state_format in SCALED_FORMATS
+    copies: list[Array] = []
+    if copy_type is not None:
+        inner = copy_shape(state_format, head_dim, dstate)
+        copies = [zeros((num_slots, nheads, *inner), copy_type) for _ in layers]
     return StackArrays(
         [zeros((num_slots, nheads, head_dim, dstate), state_type) for _ in layers],
         [zeros((num_slots, nheads, head_dim), "float32") + 1 for _ in layers if scaled],
@@ -136,6 +159,7 @@ def stack_arrays(
         max_window,
         None if seed is None else jax.numpy.asarray(_seeds(seed, parts), device=device),
         check_rounds(philox_rounds),
+        copies,
     )
 
 
@@ -165,10 +189,10 @@ def step(
     """One decode step of one layer: out, like x, and the arrays after it.
 
     Arguments as in :meth:`LayerStack.step`. Of the arrays the layer's rings and, on flush, its
-    states are others; the cursors stay until :func:`advance`.
+    states, scales and copies are others; the cursors stay until :func:`advance`.
 
-    Raises ValueError for a layer that is not there; what the step itself finds comes as JAX's
-    own error (``JaxRuntimeError`` or ValueError) with our line in it, when the call runs.
+    Raises ValueError for a layer or an array that is not there; what the step itself finds comes as
+    JAX's own error (``JaxRuntimeError`` or ValueError) with our line in it, when the call runs.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     (out,), arrays = step_layers(
@@ -196,8 +220,7 @@ def step_layers(
     if len(inputs) != len(chosen):
         raise ValueError(f"inputs: expected {len(chosen)} layers' arguments, got {len(inputs)}")
     for layer in chosen:
-        if not 0 <= layer < len(arrays.states):
-            raise ValueError(f"layer: expected 0 to {len(arrays.states) - 1}, got {layer}")
+        _check_layer(arrays, layer)
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"layers: expected each layer once, got {chosen}")
     for index, given in enumerate(inputs):
@@ -259,9 +282,49 @@ def advance(
 
 def reset(arrays: StackArrays, slots: Array | None = None, pad_slot_id: int = -1) -> StackArrays:
     """The arrays with `slots` (None: all) emptied: zero states in all layers, cursors 0."""
-    work = Reset(len(arrays.states), pad_slot_id)
+    work = Reset(_sizes(arrays), pad_slot_id)
     changed = _whole_slots(arrays)
     return _with_slots(arrays, call(work, changed, changed, {"slots": slots}))
+
+
+def load_state(
+    arrays: StackArrays,
+    layer: int,
+    slots: Array | None,
+    state: Array,
+    pad_slot_id: int = -1,
+) -> StackArrays:
+    """The arrays with what a prefill left in `slots` of a layer; see :meth:`LayerStack.load_state`.
+
+    `state` is (batch, nheads, head_dim, dstate) of any float type, rounded to the arrays', with
+    its scales and its copy where they have those. The cursors must be 0, as after :func:`reset`.
+
+    Raises as :func:`step`.
+    """
+    _check_layer(arrays, layer)
+    fields = [name for name in SLOTS if getattr(arrays, name)]
+    changed = [getattr(arrays, name)[layer] for name in fields]
+    work = LoadState(tuple(fields), index_range("pad_slot_id", pad_slot_id))
+    results = call(work, changed, changed, {"slots": slots, "source": state})
+    after: dict[str, Any] = {name: list(getattr(arrays, name)) for name in fields}
+    for field, array in zip(fields, results, strict=True):
+        after[field][layer] = array
+    return replace(arrays, **after)
+
+
+def _check_layer(arrays: StackArrays, layer: int) -> None:
+    _check_lists(arrays)
+    if not 0 <= layer < len(arrays.states):
+        raise ValueError(f"layer: expected 0 to {len(arrays.states) - 1}, got {layer}")
+
+
+def _check_lists(arrays: StackArrays) -> None:
+    """One array for each layer, where there are any."""
+    layers = len(arrays.states)
+    for name in CHANGED:
+        count = len(getattr(arrays, name))
+        if count != layers and (count or name in RINGS):
+            raise ValueError(f"{name}: expected {layers} arrays, one for each layer, got {count}")
 
 
 def materialize(
@@ -319,10 +382,10 @@ def _materialize(
     if not isinstance(A, Sequence) or len(A) != layers:
         got = len(A) if isinstance(A, Sequence) else type(A).__name__
         raise ValueError(f"A: expected a list of {layers} arrays, got {got}")
-    rings: dict[str, Any] = {name: getattr(arrays, name) for name in CHANGED[2:]}
+    rings: dict[str, Any] = {name: getattr(arrays, name) for name in RINGS}
     rings |= {"A": list(A), "rand_seed": arrays.rand_seed}
     work = Materialize(
-        layers, arrays.max_window, arrays.philox_rounds, block_size,
+        _sizes(arrays), arrays.max_window, arrays.philox_rounds, block_size,
         index_range("pad_slot_id", pad_slot_id),
     )  # fmt: skip
     changed = _whole_slots(arrays)
@@ -330,15 +393,18 @@ def _materialize(
 
 
 def _whole_slots(arrays: StackArrays) -> list[Array]:
-    """What changes where slots are written as a whole: cursors, states, scales."""
+    """What changes where slots are written as a whole: cursors, then SLOTS of all layers."""
+    _check_lists(arrays)
     cursors = [arrays.ring_start, arrays.prev_num_accepted_tokens]
-    return [*cursors, *arrays.states, *arrays.state_scales]
+    return cursors + [array for name in SLOTS for array in getattr(arrays, name)]
+
+
+def _sizes(arrays: StackArrays) -> tuple[int, ...]:
+    """How many arrays there are of each of SLOTS."""
+    return tuple(len(getattr(arrays, name)) for name in SLOTS)
 
 
 def _with_slots(arrays: StackArrays, results: Sequence[Array]) -> StackArrays:
     start, prev, *rest = results
-    layers = len(arrays.states)
-    return replace(
-        arrays, ring_start=start, prev_num_accepted_tokens=prev,
-        states=rest[:layers], state_scales=rest[layers:],
-    )  # fmt: skip
+    after: dict[str, Any] = by_kind(rest, _sizes(arrays))
+    return replace(arrays, ring_start=start, prev_num_accepted_tokens=prev, **after)

@@ -117,7 +117,7 @@ class LayerStack(StackArrays):
             cb_old, out,
         )  # fmt: skip
         if check is False and not everywhere():
-            repeated = self._seen().repeat(key, given, x)
+            repeated = self._calls.repeat(key, given, x)
             if repeated is not None:
                 call, out = repeated
                 self._last_query_len = call.query_len
@@ -329,7 +329,7 @@ class LayerStack(StackArrays):
             reset is None, force_flush is None,
         )  # fmt: skip
         given = (num_accepted, each, slots, reset, force_flush)
-        if self._seen().repeat(key, given, num_accepted) is not None:
+        if self._calls.repeat(key, given, num_accepted) is not None:
             if self._folds is not None:
                 self._forget_folds(slots, pad_slot_id)
             return

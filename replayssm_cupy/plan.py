@@ -360,6 +360,7 @@ class Plan:
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
     before: Plan | None = None  # launched first; it reads the same record
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
+    alone: bool = field(default=False, init=False, repr=False, compare=False)  # the only device
     words: memoryview = field(init=False, repr=False, compare=False)  # the record, 8 bytes each
     pointers: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -401,13 +402,16 @@ class CudaLauncher:
     def launch(self, plan: Plan, stream: int) -> None:
         """Compiles at the first launch of a key; raises :class:`ReplaySSMError` if that fails."""
         ready = plan.ready
-        if ready is None or _runtime().getDevice() != plan.device.index:
+        if ready is not None and (plan.alone or _runtime().getDevice() == plan.device.index):
+            try:
+                ready(stream)
+            except Exception as error:
+                _launch_again(plan, ready, stream, error)
+        else:
             with device_guard(plan.device):
                 if ready is None:
-                    ready = plan.ready = _prepare(plan, stream)
-                _enqueue(plan, ready, stream)
-        else:
-            _enqueue(plan, ready, stream)
+                    plan.ready, plan.alone = _prepare(plan, stream), compiler.gpu_count() == 1
+                self.launch(plan, stream)
 
 
 def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
@@ -422,16 +426,13 @@ def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
     return driver.plain_launch(*launch, compiler.import_cupy())
 
 
-def _enqueue(plan: Plan, ready: Callable[[int], None], stream: int) -> None:
+def _launch_again(plan: Plan, ready: Callable[[int], None], stream: int, error: Exception) -> None:
+    """After an error of a thread that has not touched the device yet; others are raised."""
     try:
-        try:
-            ready(stream)
-        except Exception as error:
-            if getattr(error, "status", 0) != driver.INVALID_CONTEXT:
-                raise
-            # A thread that has not touched the device yet: this makes its context current.
-            _runtime().setDevice(plan.device.index)
-            ready(stream)
+        if getattr(error, "status", 0) != driver.INVALID_CONTEXT:
+            raise error
+        _runtime().setDevice(plan.device.index)  # which makes its context current
+        ready(stream)
     except Exception as error:
         raise ReplaySSMError(
             f"launching {plan.key.name_expression} with grid {plan.grid} and block "

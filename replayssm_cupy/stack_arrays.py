@@ -232,7 +232,7 @@ class StackArrays:
     ) -> None:
         """Takes note of how states are rounded, and makes the seed."""
         self.philox_rounds = check_rounds(rounds)
-        self.rand_seed: Any = None
+        self.rand_seed = None
         seed = first_seed(stochastic, state_dtype)
         if seed is None:
             return
@@ -284,18 +284,22 @@ class StackArrays:
         self.npredicted, self.ring_buffer_len = npredicted, rings.shape[2]
         self.max_window = check_window(rings.name, rings.shape[2], npredicted, max_window)
         self._last_query_len: int | None = npredicted
-        self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
+        self._calls = SeenCalls()
         self._A: list[Any] | None = None
         self._snapshots: Snapshots | None = None
         layers = len(states)
         if self._folds is not None and not self._folds.fits(first["state"], layers):
             self._folds = None  # else kept: a captured graph may write there
 
-    def _seen(self) -> SeenCalls:
-        """The calls that were seen before; they point to the seed, which a caller may replace."""
-        if self.rand_seed is not self._seed_of_calls:
-            self._calls, self._seed_of_calls = SeenCalls(), self.rand_seed
-        return self._calls
+    @property
+    def rand_seed(self) -> Any:
+        """(1,) int64 where states are rounded stochastically, None where to nearest."""
+        return self._rand_seed
+
+    @rand_seed.setter
+    def rand_seed(self, seed: Any) -> None:
+        self._rand_seed = seed
+        self._calls = SeenCalls()  # those seen before point to the other one
 
     @property
     def _first(self) -> dict[str, View]:

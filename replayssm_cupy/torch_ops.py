@@ -22,8 +22,11 @@ operator                    does                                                
 Arguments are named and shaped as in the functions. The ``stack_*`` operators take the number and
 the anchor of a :class:`StackHandle`, whose methods call them, instead of lists of tensors, and
 ``layer_step`` those of a :class:`LayerHandle`, which holds a layer's weights, slots and options.
-Eager code calls the methods. The dispatcher takes its time for every argument, and much for one
-by name: ``layer_step`` is the cheapest step, with all arguments by place.
+The dispatcher takes its time for every argument, more than the rest of a step takes on the host.
+So where no mode, tracer, transform or profiler watches and no result needs a derivative, methods
+are the stack's own, and ``stack_step``, ``layer_step`` and ``stack_advance`` leave it out too if
+they are called by the name of an overload, as compiled code does. ``layer_step.out`` is the
+cheapest step.
 """
 
 from __future__ import annotations
@@ -317,7 +320,8 @@ bool dt_softplus=False, Tensor? state_batch_indices=None, int pad_slot_id=-1,
 Tensor(e!)? state_scale=None, Tensor? rand_seed=None, int philox_rounds=10,
 Tensor? cu_seqlens=None, int? max_seqlen=None, bool enable_pdl=False, int? max_window=None,
 Tensor? force_flush=None, str pad_output="zero", Tensor(g!)? cb_scaled=None,
-Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto\""""
+Tensor(h!)? cumAdt_vec=None, Tensor(i!)? cb_old=None, str algorithm="auto",
+Tensor(j!)? state_copy=None"""
 _PLAIN = f"""(Tensor(a!) state, {_TOKENS}, {_WEIGHTS}, bool dt_softplus=False,
 Tensor? state_batch_indices=None, int pad_slot_id=-1, *, Tensor(b!)? state_scale=None,
 Tensor? rand_seed=None, int philox_rounds=10, str pad_output="zero\""""
@@ -397,8 +401,17 @@ def _layer_step(
     return _layer(layer).step(x, dt, B, C, z)
 
 
-def _layer_step_out(layer: int, anchor: Tensor, *tokens_and_out: Any) -> None:
-    _layer(layer).step(*tokens_and_out)
+def _layer_step_out(
+    layer: int,
+    anchor: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    out: Tensor,
+) -> None:
+    _layer(layer).step(x, dt, B, C, z, out)
 
 
 def _stack_advance(
@@ -464,4 +477,56 @@ def _operators() -> Any:
     return library
 
 
+class _Direct(torch._ops.OpOverload):  # type: ignore[misc]
+    """An overload that runs its function at once, which is what the dispatcher would come to.
+
+    The dispatcher gets calls with other than plain tensors that have memory, and those that
+    something watches, transforms or differentiates.
+    """
+
+    direct: Callable[..., Any]
+    place: int  # among the arguments, of the tensor that is looked at
+    derives: bool  # a tensor is returned, which may belong to a graph of autograd
+
+    def __call__(self, /, *given: Any, **named: Any) -> Any:
+        if (
+            len(given) <= self.place
+            or type(tensor := given[self.place]) is not torch.Tensor
+            or tensor.is_meta
+            or _modes() > 0
+            or _function_modes() > 0
+            or _transform() is not None
+            or _traced()
+            or _profiled()
+            or (self.derives and _grad_mode() and _require_grad(given, named))
+        ):
+            return super().__call__(*given, **named)
+        return self.direct(*given, **named)
+
+
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiled = torch._C._autograd._profiler_enabled
+_grad_mode = torch.is_grad_enabled
+
+
+def _require_grad(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    for argument in (*given, *named.values()) if named else given:  # any() takes twice as long
+        if getattr(argument, "requires_grad", False):
+            return True
+    return False
+
+
+def _make_direct(
+    overload: Any, direct: Callable[..., Any], place: int, derives: bool = False
+) -> None:
+    overload.direct, overload.place, overload.derives = direct, place, derives
+    overload.__class__ = _Direct
+
+
 _library = _operators()  # the operators exist as long as this does
+_make_direct(torch.ops.replayssm.layer_step.default, _layer_step, 2, derives=True)
+_make_direct(torch.ops.replayssm.layer_step.out, _layer_step_out, 2)
+_make_direct(torch.ops.replayssm.stack_step.default, _stack_step, 3, derives=True)
+_make_direct(torch.ops.replayssm.stack_step.out, _without_result(_stack_step), 3)
+_make_direct(torch.ops.replayssm.stack_advance.default, _stack_advance, 3)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import replayssm_cupy as ssm
+from replayssm_cupy import plan
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -565,6 +566,25 @@ def test_memory_that_grows_is_a_failure(capsys):
     assert host_side.report_memory(same)
     assert not host_side.report_memory(same | {"after 9 graph replays": (6, 3, 4)})
     assert capsys.readouterr().out.endswith("pool 3 used of 4\nmemory changed\n")
+
+
+def test_host_times_without_launches(monkeypatch, capsys):
+    pytest.importorskip("torch", reason="torch is not installed")
+    ran: list[str] = []
+
+    def times(calls, synchronize):
+        for name, call in calls.items():
+            assert "cpu" in plan.launchers
+            call()
+            ran.append(name)
+        return dict.fromkeys(calls, 1.25)
+
+    monkeypatch.setattr(host_side, "host_times_of", times)
+    assert bench.main(["host", "--no-launch"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"host time of {name} without its launch: 1.2 us" for name in ran]
+    assert {"one bound step", "one operator layer_step.out"} <= {*ran}
+    assert "cpu" not in plan.launchers
 
 
 def test_host_times_count_calls_that_take_turns():

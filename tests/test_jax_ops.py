@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cases import Case, Shape, make_step
 from oracles import bits
+from runs import COPIED
 
 import replayssm_cupy as ssm
 from replayssm_cupy import plan
@@ -84,6 +85,7 @@ def assert_same(arrays: Any, stack: ssm.LayerStack) -> None:
     for mine, theirs in (
         *zip(arrays.states, stack.states, strict=True),
         *zip(arrays.state_scales, stack.state_scales, strict=True),
+        *zip(arrays.state_copies, stack.state_copies, strict=True),
         (arrays.ring_start, stack.ring_start),
         (arrays.prev_num_accepted_tokens, stack.prev_num_accepted_tokens),
     ):
@@ -107,7 +109,8 @@ def loop(arrays: Any, given: dict[str, Any], accepted: Any) -> Any:
 @pytest.mark.parametrize(
     ("state_dtype", "seed"),
     [*((dtype, False) for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
-     ("bfloat16", True), ("float16", -(2**40) - 1), ("int8", 2**32 - 3), ("float8_e4m3fn", 7)],
+     ("bfloat16", True), ("float16", -(2**40) - 1), ("int8", 2**32 - 3), ("float8_e4m3fn", 7),
+     *((dtype, seed) for dtype in COPIED for seed in (False, 5))],
 )  # fmt: skip
 def test_jitted_loop(device, state_dtype, seed):
     """The stack's bits, of stochastic rounding too, whose seed moves on across its two words;
@@ -126,6 +129,7 @@ def test_jitted_loop(device, state_dtype, seed):
             assert np.array_equal(get(y), get(stack.step(layer, **given)))
         stack.advance(given["slots"], accepted)
     assert_same(arrays, stack)
+    assert all(get(copy).any() for copy in arrays.state_copies)
     # The layers have the same tokens, and differ only by what they round with.
     assert np.array_equal(*map(get, arrays.states)) == (arrays.rand_seed is None)
     assert places == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
@@ -162,7 +166,9 @@ def test_calls_outside_jit_compile_once(device):
     assert not [line for line in seen if "ompil" in str(line)], seen
 
 
-@pytest.mark.parametrize(("state_dtype", "seed"), [("float32", False), ("bfloat16", 3)])
+@pytest.mark.parametrize(
+    ("state_dtype", "seed"), [("float32", False), ("bfloat16", 3), ("float16+nvfp4", False)]
+)
 def test_scan_of_64_steps(device, state_dtype, seed):
     arrays, stack = make(device, state_dtype, seed)
     accepted = np.random.default_rng(3).integers(0, 3, (64, 3)).astype(np.int32)
@@ -221,6 +227,58 @@ def test_lengths_resets_and_forced_flushes(device):
     assert not arrays.states[1][4].any() and arrays.states[1][1].any()
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8", *COPIED])
+def test_a_prefill_and_a_reset(device, state_dtype):
+    """Jitted and not: in the memory of donated arrays, the caller's untouched otherwise."""
+    arrays, stack = make(device, state_dtype)
+    rng, put = np.random.default_rng(2), partial(jax.device_put, device=device)
+    load = jax.jit(jax_ops.load_state, static_argnums=1, donate_argnums=0)
+    empty = jax.jit(jax_ops.reset, donate_argnums=0)
+    arrays = jax.tree.map(jax.numpy.copy, arrays)
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        slots = put(np.array([[3, -1, 0], [2, 1, 9]][number], np.int32))
+        state = put(rng.standard_normal((3, 4, 64, 128)).astype(dtype))
+        kept = [get(leaf).copy() for leaf in jax.tree.leaves(arrays)]
+        after = jax.tree.map(jax.numpy.copy, jax_ops.load_state(arrays, number, slots, state))
+        assert all(map(np.array_equal, map(get, jax.tree.leaves(arrays)), kept))
+        arrays = load(arrays, number, slots, state)
+        stack.load_state(number, slots, state)
+        assert_same(arrays, stack)
+        assert_same(after, stack)
+        assert get(arrays.states[number][int(slots[0])]).any()
+        assert places == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)]
+    given = tokens(0, device)
+    for layer in range(LAYERS):
+        y, arrays = jax_ops.step(arrays, layer, **given)
+        assert np.array_equal(get(y), get(stack.step(layer, **given)))
+    for slots in (given["slots"][1:], None):
+        arrays = empty(jax.tree.map(jax.numpy.copy, arrays), slots)
+        stack.reset(slots)
+        assert_same(arrays, stack)
+    everything = put(rng.standard_normal((5, 4, 64, 128)).astype(np.float32))
+    arrays = jax_ops.load_state(arrays, 1, None, everything)
+    stack.load_state(1, None, everything)
+    assert_same(arrays, stack)
+
+
+@pytest.mark.parametrize("state_dtype", COPIED)
+def test_arrays_with_read_copies(state_dtype):
+    """Shapes, types, a pytree with every array in it, and heads that are split."""
+    cpu = jax.devices("cpu")[0]
+    arrays, stack = make(cpu, state_dtype)
+    for mine, theirs in zip(arrays.state_copies, stack.state_copies, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    assert {array.dtype.name for array in arrays.states} == {"float16"}
+    leaves, tree = jax.tree.flatten(arrays)
+    assert len(leaves) == 6 * LAYERS + 2
+    again = jax.tree.unflatten(tree, leaves)
+    assert all(a is b for a, b in zip(again.state_copies, arrays.state_copies, strict=True))
+    spec = jax.sharding.PartitionSpec
+    assert arrays.specs("heads").state_copies == [spec(None, "heads")] * LAYERS
+    assert make(cpu, "float16")[0].state_copies == []
+
+
 # --- Snapshots -----------------------------------------------------------------------------------
 
 
@@ -230,8 +288,10 @@ def decays(device: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("state_dtype", "seed"), [("float32", False), ("float16", 5), ("int8", False), ("int8", 5)]
-)
+    ("state_dtype", "seed"),
+    [("float32", False), ("float16", 5), ("int8", False), ("int8", 5),
+     ("float16+fp8", False), ("float16+nvfp4", 5)],
+)  # fmt: skip
 def test_materialize(device, state_dtype, seed):
     """The stack's bits, donated arrays in place, the caller's untouched where they are not."""
     arrays, stack = make(device, state_dtype, seed)
@@ -256,9 +316,10 @@ def test_materialize(device, state_dtype, seed):
             for leaf, was in zip(jax.tree.leaves(arrays), kept, strict=True)
         )
         mine = jax.tree.map(jax.numpy.copy, arrays)
-        places = [leaf.unsafe_buffer_pointer() for leaf in mine.states]
+        places = [leaf.unsafe_buffer_pointer() for leaf in (*mine.states, *mine.state_copies)]
         arrays = snapshot(mine, A, *slots)
-        assert places == [leaf.unsafe_buffer_pointer() for leaf in arrays.states]
+        now = (*arrays.states, *arrays.state_copies)
+        assert places == [leaf.unsafe_buffer_pointer() for leaf in now]
         stack.materialize(*slots)
         assert_same(arrays, stack)
         assert_same(after, stack)
@@ -351,7 +412,6 @@ def test_results_with_memory_of_their_own():
 SHARDED = """
 import json, sys
 import jax, numpy as np
-from dataclasses import replace
 from replayssm_cupy import jax_ops
 devices = jax.devices(sys.argv[1])[:4]
 n = len(devices)
@@ -363,8 +423,8 @@ def fresh():
     arrays = jax_ops.stack_arrays(1, *sizes, npredicted=2, max_window=6, device=devices[0],
                                   state_dtype=sys.argv[2], stochastic_rounding=rounded and 9,
                                   parts=n)
-    state = np.random.default_rng(1).standard_normal(arrays.states[0].shape).astype(sys.argv[2])
-    return replace(arrays, states=[jax.device_put(state, devices[0])])
+    state = np.random.default_rng(1).standard_normal(arrays.states[0].shape).astype(np.float32)
+    return jax_ops.load_state(arrays, 0, None, jax.device_put(state, devices[0]))
 def loop(arrays, x, dt, A, B, C, D, slots, accepted):
     y, arrays = jax_ops.step(arrays, 0, x, dt, A, B, C, D, slots=slots)
     return y, jax_ops.advance(arrays, slots, accepted, 2)
@@ -424,7 +484,7 @@ def run_sharded(platform: str, state_dtype: str, **environment: str) -> list[Any
     return json.loads(done.stdout)
 
 
-shared_states = pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+shared_states = pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16+nvfp4"])
 
 
 @shared_states
@@ -468,6 +528,10 @@ def test_errors():
         jax_ops.step_layers(arrays, [tokens_of] * 2, layers=[1, 1], slots=slots)
     with pytest.raises(TypeError, match=r"^inputs\[1\]: expected x, .* got .*, slots$"):
         jax_ops.step_layers(arrays, [tokens_of, given])
+    with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got -1$"):
+        jax_ops.load_state(arrays, -1, None, arrays.states[0])
+    with pytest.raises(TypeError, match=r"^state_dtype: expected one of .*, got int32$"):
+        jax_ops.stack_arrays(1, *SIZES, state_dtype="int32")
     with pytest.raises(ValueError, match=r"^parts: expected at least 1, got 0$"):
         jax_ops.stack_arrays(1, *SIZES, parts=0)
     with pytest.raises(ValueError, match=r"^stochastic_rounding: expected False with a float32"):
@@ -488,6 +552,22 @@ def test_errors():
     )
     with pytest.raises(FAULTS, match=message):
         jax.block_until_ready(jax_ops.step(rounded, 0, **given))
+    with pytest.raises(FAULTS, match=r"state: expected .* got \(5, 4, 64\)"):
+        jax.block_until_ready(
+            jax_ops.load_state(arrays, 0, None, arrays.states[0][..., 0]).states[0]
+        )
+    copied, _ = make(cpu, "float16+fp8")
+    one = replace(copied, state_copies=copied.state_copies[:1])
+    for call in (lambda: jax_ops.step(one, 1, **given), lambda: jax_ops.reset(one)):
+        with pytest.raises(ValueError, match=r"^state_copies: expected 2 arrays, .*, got 1$"):
+            call()
+    for missing, message in (
+        ({"state_scales": []}, r"state_scale: expected an array of float32 scales with states of"),
+        ({"state_copies": []}, r"state_scale: expected None with states of float16, got an array"),
+        ({"state_copies": copied.state_scales}, r"state_copy: expected one of float8_e4m3fn, uint"),
+    ):
+        with pytest.raises(FAULTS, match=message):
+            jax.block_until_ready(jax_ops.step(replace(copied, **missing), 0, **given))
     wrong = given | {"dt": given["dt"][:, :1]}
     with pytest.raises(FAULTS, match=r"dt: expected .*, got \(3, 1, 4\)"):
         jax.block_until_ready(jax_ops.step(arrays, 0, **wrong))

@@ -60,9 +60,14 @@ class Runtime:
 
     def __init__(self) -> None:
         self.current, self.calls = 0, []
+        self.count, self.asked = 2, 0
 
     def getDevice(self) -> int:  # noqa: N802  # CuPy's names
+        self.asked += 1
         return self.current
+
+    def getDeviceCount(self) -> int:  # noqa: N802
+        return self.count
 
     def setDevice(self, index: int) -> None:  # noqa: N802
         self.current = index
@@ -151,6 +156,18 @@ def test_the_device_of_the_plan_is_current_during_the_launch(library, runtime, p
         one.launch(0)
     assert runtime.calls == [1, 0, 1, 0]
     assert [told[0] for told in plain] == [78, 78]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_current_device_is_asked_for_where_there_are_several(runtime, plain, count):
+    runtime.count, one = count, a_plan()
+    one.launch(0)
+    asked = runtime.asked
+    for _ in range(3):
+        one.launch(0)
+    assert runtime.asked - asked == (3 if count > 1 else 0)
+    assert len(plain) == 4
+    assert one.copy().ready is None  # a copy finds out by itself
 
 
 @pytest.mark.parametrize("status", [1, driver.INVALID_CONTEXT])

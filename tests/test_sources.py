@@ -84,7 +84,7 @@ MAY_IMPORT = {
     "mamba2_weights": {"errors", "keys"},
     "resources": {"compiler", "keys", "schedule"},
     # The frameworks, each in files of its own that nothing else imports.
-    "jax_ops": {"arrays", "checks", "jax_calls", "keys", "prefix_plan"},
+    "jax_ops": {"arrays", "checks", "formats", "jax_calls", "keys", "prefix_plan"},
     "jax_calls": {"arrays", "checked", "checks", "compiler", "decode", "decode_checks", "scratch",
                   "slots", "snapshots", "stack_arrays"},
     "torch": {"checks", "keys", "layer_stack", "torch_ops"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from cases import Case, Shape, make_pools, make_step
 from conftest import choose_form
 from oracles import bits
+from runs import COPIED
 
 import replayssm_cupy as ssm
 from replayssm_cupy import plan
@@ -49,9 +51,10 @@ def put(array: np.ndarray, device: str) -> Any:
 
 
 def get(tensor: Any) -> np.ndarray:
-    """The tensor's bits."""
+    """A copy of the tensor's bits."""
     tensor = tensor.detach().cpu().contiguous()
-    return bits((tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy())
+    narrow = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), tensor.dtype)
+    return bits(tensor.view(narrow).numpy()).copy()
 
 
 def pools_on(device: str, seed: int = 0) -> dict[str, Any]:
@@ -125,6 +128,84 @@ def test_operators_are_the_functions(device):
         ring = theirs["ring_start"], theirs["prev_num_accepted_tokens"]
         ssm.advance_ring(*ring, accepted, 2, slots, **cursors)
     assert_equal([*map(get, mine.values())], [*map(get, theirs.values())])
+
+
+def copied_pools_on(device: str, state_format: str) -> tuple[list[Any], dict[str, Any]]:
+    """A float16 state with tokens in its rings, by place, and what belongs to it, by name."""
+    stack = torch_ops.layer_stack(
+        1, 5, 4, 64, 2, 128, max_window=6, npredicted=2, state_dtype=state_format, device=device
+    )
+    pools = pools_on(device)
+    stack.load_state(0, None, pools.pop("state"))
+    named = {"state_scale": stack.state_scales[0], "state_copy": stack.state_copies[0]}
+    return [stack.states[0], *pools.values()], named
+
+
+def copied_contents(pools: list[Any], named: dict[str, Any]) -> list[np.ndarray]:
+    return [*map(get, (*pools, *named.values()))]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("state_format", COPIED)
+def test_operators_with_read_copies(device, state_format, seed):
+    """The function's bits, by both overloads; flushes make state, copy and scales anew."""
+    (mine, named), (theirs, right) = (copied_pools_on(device, state_format) for _ in range(2))
+    before = copied_contents(mine, named)
+    for number in range(6):
+        given, options = split(tokens_on(device, number))
+        if seed is not None:
+            options["rand_seed"] = torch.tensor([seed + number], device=device)
+        expected = ssm.checkpointing_ssu(*theirs, *given, **options, **right)
+        if number % 2:
+            out = torch.empty_like(given[0])
+            assert OPS.checkpointing_ssu.out(*mine, *given, **options, **named, out=out) is None
+        else:
+            out = OPS.checkpointing_ssu(*mine, *given, **options, **named)
+        assert_equal([get(out)], [get(expected)])
+        accepted = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+        for pools in (mine, theirs):
+            ssm.advance_ring(*pools[4:6], accepted, 2, options["state_batch_indices"],
+                             max_window=6, ring_buffer_len=8)  # fmt: skip
+    after = copied_contents(mine, named)
+    assert_equal(after, copied_contents(theirs, right))
+    changed = [not np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert changed == [True] * 8
+
+
+@pytest.mark.parametrize("overload", ["default", "out"])
+@pytest.mark.parametrize("state_format", COPIED)
+def test_opcheck_with_read_copies(device, state_format, overload):
+    pools, named = copied_pools_on(device, state_format)
+    pools[5].fill_(3)  # a flush would not be the same when it is repeated
+    given, options = split(tokens_on(device))
+    if overload == "out":
+        named["out"] = torch.empty_like(given[0])
+    operator = getattr(OPS.checkpointing_ssu, overload)
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if state_format == "float16+nvfp4":  # torch compares no e4m3 with what it was
+        checks.append("test_schema")
+    torch.library.opcheck(operator, (*pools, *given), options | named, test_utils=checks)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_operators_with_read_copies(device, backend):
+    """The copies are changed in place, where they are."""
+    torch.compiler.reset()
+
+    def step(pools: list[Any], named: dict[str, Any], given: list[Any], options: Any) -> Any:
+        return OPS.checkpointing_ssu(*pools, *given, **options, **named) * 2
+
+    (mine, named), (theirs, right) = (copied_pools_on(device, "float16+nvfp4") for _ in range(2))
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    places = [tensor.data_ptr() for tensor in (*mine, *named.values())]
+    for seed in range(3):
+        given, options = split(tokens_on(device, seed))
+        for pools in (mine, theirs):
+            pools[5].fill_(5)  # all flush
+        out = compiled(mine, named, given, options)
+        assert_equal([get(out)], [get(step(theirs, right, given, options))])
+    assert_equal(copied_contents(mine, named), copied_contents(theirs, right))
+    assert places == [tensor.data_ptr() for tensor in (*mine, *named.values())]
 
 
 def test_two_kernels(device, monkeypatch):
@@ -385,7 +466,178 @@ def test_fake_tensors_have_shapes_alone():
     assert_equal(contents(handle.stack), before)
 
 
+class Functions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def calls_of_steps() -> tuple[dict[str, Any], Any, list[Any]]:
+    """A call of each step's overloads as a function of x, their handles, and what they take."""
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    x, dt, A, B, C = given
+    layer = handle.bind_layer(1, A, slots=options["slots"])
+    handle.stack.prev_num_accepted_tokens.fill_(3)  # no step flushes, so all do the same
+    named, out = (handle.number, handle.anchor, 0), torch.empty_like(x)
+    of_layer = layer.number, layer.anchor
+    return (
+        {
+            "layer_step.default": lambda x: OPS.layer_step.default(*of_layer, x, dt, B, C),
+            "layer_step.out": lambda x: OPS.layer_step.out(*of_layer, x, dt, B, C, None, out),
+            "stack_step.default": lambda x: OPS.stack_step.default(*named, x, dt, A, B, C),
+            "stack_step.out": lambda x: OPS.stack_step.out(*named, x, dt, A, B, C, out=out),
+        },
+        (handle, layer),
+        [x, out],
+    )
+
+
+STEPS = ("layer_step.default", "layer_step.out", "stack_step.default", "stack_step.out")
+
+
+@pytest.fixture
+def dispatched(monkeypatch) -> list[str]:
+    """The names of direct operators whose calls go through the dispatcher."""
+    seen: list[str] = []
+
+    def watch(name: str, dispatch: Any) -> None:
+        def call(*given: Any, **named: Any) -> Any:
+            seen.append(name)
+            return dispatch(*given, **named)
+
+        operator, overload = name.split(".")
+        monkeypatch.setattr(getattr(getattr(OPS, operator), overload), "_op", call)
+
+    for name in (*STEPS, "stack_advance.default"):
+        operator, overload = name.split(".")
+        watch(name, getattr(getattr(OPS, operator), overload)._op)
+    return seen
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_eager_steps_leave_out_the_dispatcher(dispatched, name):
+    """Unless something watches; the results are the same."""
+    calls, _handles, (x, out) = calls_of_steps()
+    call = calls[name]
+
+    def result(given: Any) -> np.ndarray:
+        out.zero_()
+        returned = call(given)
+        assert (returned is None) == name.endswith("out")
+        return get(out if returned is None else returned)
+
+    expected = result(x)
+    with torch.no_grad():
+        assert_equal([result(x)], [expected])
+    assert not dispatched and expected.any()
+    watchers = {
+        "dispatch mode": Seen(),
+        "function mode": Functions(),
+        "default device": torch.device("cpu"),
+        "profiler": torch.autograd.profiler.profile(),
+    }
+
+    def was_dispatched() -> bool:
+        names = set(dispatched)
+        dispatched.clear()
+        return names == {name}
+
+    for watcher in watchers.values():
+        with watcher:
+            assert_equal([result(x)], [expected])
+        assert was_dispatched()
+    events = [event.name for event in watchers["profiler"].function_events]
+    assert f"replayssm::{name.split('.')[0]}" in events
+    assert_equal([result(x.as_subclass(Subclass))], [expected])
+    assert was_dispatched()
+    torch.jit.trace(lambda x: (call(x), x)[1], x, check_trace=False)
+    assert was_dispatched()
+    with pytest.raises(RuntimeError, match=r"vmap|Batching rule"):
+        torch.vmap(call)(torch.stack([x, x]))
+    assert was_dispatched()
+    assert_equal([result(x)], [expected])
+    assert not dispatched
+
+
+def test_eager_advances_leave_out_the_dispatcher(dispatched):
+    handle = handle_on("cpu")
+    accepted = torch.ones(5, dtype=torch.int32)
+    call = partial(OPS.stack_advance.default, handle.number, handle.anchor, None, accepted, 1)
+    assert call() is None and not dispatched
+    with Seen() as seen:
+        call()
+    assert dispatched == ["stack_advance.default"] == seen.names
+    # Two tokens more than the 0, 3, 6, 2 and 5 live rows; those beyond 6 were folded before.
+    assert handle.stack.prev_num_accepted_tokens.tolist() == [2, 5, 2, 4, 1]
+    with pytest.raises(ValueError, match=r"^stack: expected the number of a live StackHandle"):
+        OPS.stack_advance.default(10**9, handle.anchor, None, accepted, 1)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_have_no_derivatives(dispatched, name):
+    """Autograd takes note of results that should have one."""
+    calls, _handles, (x, _) = calls_of_steps()
+    x = x.requires_grad_()
+    with torch.no_grad():
+        calls[name](x)
+    assert not dispatched
+    result = calls[name](x)
+    if name.endswith("out"):
+        assert result is None and not dispatched
+    else:
+        assert dispatched == [name] and result.requires_grad
+
+
+def test_tensors_without_memory(dispatched):
+    given, options = stack_tokens("cpu")
+    handle = handle_on("cpu")
+    layer = handle.bind_layer(1, given[2], slots=options["slots"])
+    x, dt, A, B, C = (tensor.to("meta") for tensor in given)
+    before, anchor = contents(handle.stack), handle.anchor.to("meta")
+    for y in (
+        OPS.layer_step.default(layer.number, anchor, x, dt, B, C),
+        OPS.stack_step.default(handle.number, anchor, 0, x, dt, A, B, C),
+    ):
+        assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
+    out = torch.empty_like(x)
+    assert OPS.layer_step.out(layer.number, anchor, x, dt, B, C, None, out) is None
+    assert dispatched == ["layer_step.default", "stack_step.default", "layer_step.out"]
+    assert_equal(contents(handle.stack), before)
+
+
+def test_steps_take_arguments_by_name(dispatched):
+    calls, (handle, layer), (x, out) = calls_of_steps()
+    _, dt, A, B, C = stack_tokens("cpu")[0]
+    expected = get(calls["layer_step.default"](x))
+    y = OPS.layer_step.default(layer.number, layer.anchor, x, dt, B=B, C=C)
+    OPS.layer_step.out(layer=layer.number, anchor=layer.anchor, x=x, dt=dt, B=B, C=C, z=None,
+                       out=out)  # fmt: skip
+    assert_equal([get(y), get(out)], [expected] * 2)
+    assert dispatched == ["layer_step.out"]
+    with pytest.raises(RuntimeError, match="missing value for argument 'x'"):
+        OPS.layer_step.default(layer.number, layer.anchor)
+    expected = get(calls["stack_step.default"](x))
+    y = OPS.stack_step.default(handle.number, handle.anchor, 0, x, dt, A=A, B=B, C=C)
+    assert_equal([get(y)], [expected])
+
+
 # --- torch.compile -------------------------------------------------------------------------------
+
+
+def test_compiled_steps_leave_out_the_dispatcher(dispatched):
+    torch.compiler.reset()
+    handle = handle_on("cpu")
+    given, options = stack_tokens("cpu")
+    layers, accepted = layers_of(handle, given[2], options["slots"]), torch.ones(5).int()
+    compiled = torch.compile(layer_loop, fullgraph=True)
+    compiled(handle, layers, layer_tokens("cpu"), accepted)
+    dispatched.clear()  # it was traced
+    compiled(handle, layers, layer_tokens("cpu", 2), accepted)
+    assert not dispatched
 
 
 def loop(handle: torch_ops.StackHandle, given: list[Any], options: dict[str, Any], accepted: Any):
