@@ -504,10 +504,14 @@ class _Direct(torch._ops.OpOverload):  # type: ignore[misc]
         return self.direct(*given, **named)
 
 
-_function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_profiled = torch._C._autograd._profiler_enabled
 _grad_mode = torch.is_grad_enabled
+try:
+    _function_modes = torch._C._len_torch_function_stack
+    _transform = torch._C._functorch.peek_interpreter_stack
+    _profiled = torch._C._autograd._profiler_enabled
+    _knows_who_watches = True
+except AttributeError:  # another version of torch
+    _knows_who_watches = False
 
 
 def _require_grad(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -520,8 +524,9 @@ def _require_grad(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
 def _make_direct(
     overload: Any, direct: Callable[..., Any], place: int, derives: bool = False
 ) -> None:
-    overload.direct, overload.place, overload.derives = direct, place, derives
-    overload.__class__ = _Direct
+    if _knows_who_watches:
+        overload.direct, overload.place, overload.derives = direct, place, derives
+        overload.__class__ = _Direct
 
 
 _library = _operators()  # the operators exist as long as this does

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -883,3 +885,16 @@ def test_a_stack_with_read_copies(state_format):
     assert np.array_equal(
         stack.state_copies[0].view(torch.uint8), own.state_copies[0].view(np.uint8)
     )
+
+
+def test_another_torch_keeps_its_dispatcher():
+    """Where torch's own flags are not there, calls are not direct."""
+    code = """
+import torch
+del torch._C._autograd._profiler_enabled
+from replayssm_cupy import torch_ops
+operators = torch.ops.replayssm
+for overload in (operators.layer_step.out, operators.stack_step.default):
+    assert type(overload) is torch._ops.OpOverload
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
