@@ -170,6 +170,12 @@ EDITS = {
     ],
     "flush.cuh": [
         (
+            "scale of the last piece of a row",
+            "amax[h] = ptx::max_magnitude(amax[h], largest(folded[h]));",
+            "amax[h] = largest(folded[h]);",
+        ),
+        ("pieces of row g in row g + 8", "slab + 64 * J + 8 * h * kDstate;", "slab + 64 * J;"),
+        (
             "flush not stored in rows 8 to 15",
             "8 * kPairsOfPiece * piece + 8 * h * kDstate",
             "8 * kPairsOfPiece * piece",
@@ -835,6 +841,47 @@ EDITS = {
             "(r <= params.ring_rows ? of_slot : 0)",
         ),
         ("small: one of two chains of products", "acc[i][t].x + acc[i][t].y;", "acc[i][t].x;"),
+    ],
+    "checkpointing_ssu_slabs.cu": [
+        (
+            "slabs: the first part of a head in all blocks",
+            "first_row(part * slabs * kRows)",
+            "first_row(0)",
+        ),
+        ("slabs: begun before the kernel ahead has ended", "  ptx::grid_dependency_wait();\n", ""),
+        (
+            "slabs: the last row of a ring not copied",
+            "cp_async16_if(row < rows,",
+            "cp_async16_if(row < rows - 1,",
+        ),
+        ("slabs: rows of a ring one after another", "stride *= spread.rows;", "stride *= 1;"),
+        ("slabs: more lanes than pieces of x", "if (spread.piece >= pieces)", "if (false)"),
+        ("slabs: slabs behind the head", "first_row + warp * kRows < params.head_dim;", "true;"),
+        (
+            "slabs: x of the first slab appended",
+            ".x_cache_row_stride) + first_row;",
+            ".x_cache_row_stride);",
+        ),
+        (
+            "slabs: only the first head's dt appended",
+            "if (first && lane.index == 31)",
+            "if (of_group && lane.index == 31)",
+        ),
+        (
+            "slabs: old rows of a flush have no dt",
+            "old ? window.live : window.flush",
+            "old ? 0 : window.flush",
+        ),
+        (
+            "slabs: outputs of the other half",
+            "const int t = i / 2, column = row_of_warp() + i % 2 * 8;",
+            "const int t = i / 2, column = row_of_warp();",
+        ),
+        (
+            "slabs: C unscaled beside codes",
+            "if (reads && !kScaledC<State, Act>) block",
+            "if (reads) block",
+        ),
     ],
     "checkpointing_ssu_small.cu": [
         (

@@ -131,6 +131,20 @@ def test_batch_beyond_one_list(in_form, dtype):
             assert relative_l2(other[0], exact) <= OUT_TOLERANCE
 
 
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_heads_in_parts(in_form, dtype, head_dim):
+    """By slabs a head is two blocks, of 80 rows with a slab too many; codes of a row are several
+    pieces of a lane.
+    """
+    case = Case(Shape("parts", 4, 2, head_dim, 128), 4, 16, dtype, num_slots=6)
+    rng = np.random.default_rng(3)
+    pools, step = full_pools(case, rng), make_step(case, 5, rng)
+    by_slabs = in_form("small", case, pools, step, count=60)
+    assert by_slabs[2].grid == (5, 4, 2)
+    assert_same(by_slabs, in_form("stream", case, pools, step))
+
+
 def test_more_heads_than_lanes(in_form):
     case = Case(Shape("many-heads", 34, 1, 64, 64), 2, 16, "int8", num_slots=3)
     rng = np.random.default_rng(2)
