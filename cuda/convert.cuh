@@ -108,8 +108,15 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, int type) {
   return type == kFloat32 ? __uint_as_float(bits) : type == kBfloat16 ? from_bf16 : from_fp16;
 }
 
-// log(1 + exp(v)) in the form that keeps small results; the identity above 20.
-__device__ __forceinline__ float softplus(float v) { return v <= 20.0f ? log1pf(expf(v)) : v; }
+// log(1 + exp(v)) as max(v, 0) + log(1 + e) with e = exp(-|v|), within 5e-6 of itself. The
+// logarithm is 2 atanh(s) with s = e / (2 + e), an odd polynomial: no small result is lost.
+__device__ __forceinline__ float softplus(float v) {
+  const float e = ptx::ex2(-1.4426950408889634f * fabsf(v)), s = __fdividef(e, 2.0f + e);
+  const float u = s * s;
+  float p = fmaf(u, 0.28024462f, 0.27999142f);
+  p = fmaf(u, p, 0.40021700f), p = fmaf(u, p, 0.66666411f), p = fmaf(u, p, 2.0f);
+  return fmaf(s, p, fmaxf(v, 0.0f));
+}
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 

@@ -105,8 +105,13 @@ EDITS = {
         ("random bits of the first piece", "offset + 64 * J);", "offset);"),
     ],
     "convert.cuh": [
-        ("softplus overflows", "v <= 20.0f ? log1pf(expf(v)) : v", "log1pf(expf(v))"),
-        ("softplus loses small results", "log1pf(expf(v))", "logf(1.0f + expf(v))"),
+        ("softplus overflows", "-1.4426950408889634f * fabsf(v)", "1.4426950408889634f * v"),
+        (
+            "softplus loses small results",
+            "fmaf(s, p, fmaxf(v, 0.0f))",
+            "fmaf(s, p, fmaxf(v, 0.0f)) + 1.0f - 1.0f",
+        ),
+        ("softplus to three places", "fmaf(u, p, 0.66666411f)", "0.66666411f"),
         ("upper half of a pair lost", "__uint_as_float(pair & 0xffff0000u)", "0.0f"),
         (
             "scale without its floor",
