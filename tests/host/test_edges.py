@@ -334,6 +334,24 @@ def test_padding_may_have_the_number_of_a_slot(tokens):
         np.testing.assert_array_equal(getattr(pools, name)[1], array[1])
 
 
+@tokens_of_both
+@pytest.mark.parametrize("first", range(3))
+def test_numbers_of_a_head_have_types_of_their_own(tokens, first):
+    """Numbers that all three types hold give the same bits in each of them."""
+    rng = np.random.default_rng(11)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 2, rng, q=tokens)
+    names = ("dt", "A", "D", "dt_bias")
+    short = {n: (np.round(8 * getattr(step, n)) / 8).astype(np.float32) for n in names}
+    types = (np.float32, ml_dtypes.bfloat16, np.float16)
+    typed = {n: short[n].astype(types[(first + i) % 3]) for i, n in enumerate(names)}
+    other = pools.copy()
+    out = run(pools, replace(step, **short))
+    np.testing.assert_array_equal(run(other, replace(step, **typed)), out)
+    np.testing.assert_array_equal(other.dt_cache, pools.dt_cache)
+    assert np.isfinite(out.astype(np.float32)).all() and typed["A"].any()
+
+
 def every_second(array: np.ndarray) -> np.ndarray:
     """The same values with a gap of NaN, or of a slot that does not exist, after each."""
     wide = np.full((2 * len(array), *array.shape[1:]), -1 if array.dtype.kind == "i" else np.nan)
