@@ -160,6 +160,13 @@ def test_long_rings(in_form, dtype, tokens):
     assert_stored_alike(small, stream)
     for run in (small, stream):
         assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
+    # A stray cursor is held inside the ring.
+    pools.ring_start[:] = case.ring_buffer_len - 1
+    inside = in_form("small", case, pools, step)
+    pools.ring_start[:] = 10**9
+    stray = in_form("small", case, pools, step)
+    stray[1].ring_start[:] = inside[1].ring_start
+    assert_same(stray, inside)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 11])
@@ -173,7 +180,7 @@ def test_forms_agree(in_form, dtype, tokens):
     dense = make_step(case, BATCH, rng, slots=slots)
     lens = rng.integers(0, tokens + 1, BATCH)
     ragged, ends = in_a_row(dense, lens)
-    lengths = {"cu_seqlens": ends, "max_seqlen": tokens}
+    lengths = {"cu_seqlens": ends, "max_seqlen": tokens, "force_flush": np.arange(BATCH) % 3 == 0}
     if dtype != "float32":
         lengths["rand_seed"] = np.array([8])
     exact = exact_outputs(pools, dense)
