@@ -1,14 +1,16 @@
 // The step of checkpointing_ssu.cu for few heads, where time is latency. What it stores is the same
 // bit for bit; its outputs are fp32 sums in another order.
 //
-// Grid: one block per batch row (x), head (y) and part of the head (z). Eight lanes share a row,
-// and warps have one of two tasks. State warps ask for rows p of the checkpoint, and for x of the
-// ring, as soon as the slot is known, and sum S C_t. Weight warps ask for rows of B meanwhile, and
-// compute what each row weighs in each output. Then the state warps add the rows up, and the weight
-// warps append the new ones. Ring rows go by their places in the ring, so that no load waits for
-// the cursors. Dead rows come along and are never used.
+// Grid: one block per batch row (x), head (y) and part of the head (z). Warps have one of two
+// tasks. State warps ask for rows p of the checkpoint, and for x of the ring, as soon as the slot
+// is known, and sum S C_t, eight lanes a row. Three weight warps ask for rows of B meanwhile, and
+// compute what each row weighs in each output. Then the state warps add the rows up, and the last
+// weight warp appends the new ones. Ring rows go by their places in the ring, so that no load waits
+// for the cursors. Dead rows come along and are never used.
 // Outputs come from the checkpoint as it was and from all rows, so a flush only adds work: at the
 // end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time.
+// Time is instructions here, before the loads above all. So what every step has is straight, what
+// few have stands aside, and addresses are made of strides in bytes, one instruction each.
 #include "flush.cuh"
 #include "read_out.cuh"
 #include "weigh.cuh"
@@ -37,7 +39,7 @@ __device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
     slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
   }
   if (slot >= static_cast<unsigned>(params.num_slots)) return;
-  const unsigned group = divide(head, params.inverse_heads_per_group);
+  const unsigned group = group_of(params, head);
   const int rows = params.ring_buffer_len;
   prefetch_rows(ring_start_of(params, slot), 0, 1, 1);
   prefetch_rows(live_rows_of(params, slot), 0, 1, 1);
@@ -55,11 +57,9 @@ template <class State, class Act, int kDstate, int kTokens>
 struct FoldWarp : Block<kTokens> {
   using Base = Block<kTokens>;
   using Base::first_row, Base::request;
-  using Base::params, Base::shared, Base::warp, Base::head, Base::group;
+  using Base::params, Base::shared, Base::head, Base::group;
 
-  __device__ __forceinline__ FoldWarp(const Base& block, const Request& of_block) : Base(block) {
-    request = of_block;
-  }
+  __device__ __forceinline__ explicit FoldWarp(const Base& block) : Base(block) {}
 
   // What a warp folds at a time: 16 rows of a slab, and of them 16 bytes a lane, or 8 of an 8-bit
   // state. Lane 4 g + t has rows g and g + 8.
@@ -137,11 +137,14 @@ struct FoldWarp : Block<kTokens> {
         [&](int q) { return make_uint4(b[0][q], b[1][q], b[0][q + 1], b[1][q + 1]); }, decay, rows);
   }
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void run() {
     constexpr int kPieces = Piece::kCount;
     const Lane at;
     const int warps = params.threads / 32, pieces = Base::rows_of_block() / kRows * kPieces;
+    const int warp = threadIdx.x >> 5;
     __syncthreads();  // the weights are there, and all have read the checkpoint
+    request.slot = Base::low;
+    request.window.start = shared.start, request.window.live = shared.live;
     if constexpr (convert::kScaled<State>) {
       const int at_once = warps & ~(kPieces - 1);  // whole slabs
       for (int first = 0; first < pieces; first += at_once) {
@@ -194,23 +197,26 @@ struct FoldWarp : Block<kTokens> {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-constexpr int kMostWarps = 14;  // of a block
+constexpr int kMostWarps = 14;  // of a block; twice as many are resident, in blocks of any size
 
 template <class State, class Act, int kDstate, int kTokens>
 __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  if (ptx::kHasDependentLaunch && params.starts_early) prefetch<State, Act, kDstate>(params);
+  if (ptx::kHasDependentLaunch && __builtin_expect((params.flags & kStartsEarly) != 0, 0)) {
+    prefetch<State, Act, kDstate>(params);
+  }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   constexpr int kQuads = most_quads<State, kDstate, kTokens>();
-  const Block<kTokens> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
-  Request request;
+  Block<kTokens> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
+  if (block.has(kPacked)) ptx::aside([&] { block.find_tokens(); });
+  int flush;
   if (block.warp >= params.state_warps) {
-    request = WeightWarp<Act, kDstate, kTokens>(block).run();
-  } else if (params.quads == 1) {
-    request = StateWarp<State, Act, kDstate, kTokens, 1>(block).run();
+    flush = WeightWarp<Act, kDstate, kTokens>(block).run();
+  } else if (!block.has(kSeveralQuads)) {
+    flush = StateWarp<State, Act, kDstate, kTokens, 1>(block).run();
   } else {
-    request = StateWarp<State, Act, kDstate, kTokens, kQuads>(block).run();
+    flush = StateWarp<State, Act, kDstate, kTokens, kQuads>(block).run();
   }
-  if (request.window.flush) FoldWarp<State, Act, kDstate, kTokens>(block, request).run();
+  if (flush != 0) FoldWarp<State, Act, kDstate, kTokens>(block).run();
 }

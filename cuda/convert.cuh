@@ -108,8 +108,22 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, int type) {
   return type == kFloat32 ? __uint_as_float(bits) : type == kBfloat16 ? from_bf16 : from_fp16;
 }
 
-// log(1 + exp(v)) in the form that keeps small results; the identity above 20.
-__device__ __forceinline__ float softplus(float v) { return v <= 20.0f ? log1pf(expf(v)) : v; }
+constexpr float kLog2e = 1.4426950408889634f;
+
+// log(1 + exp(v)) as max(v, 0) + log(1 + e) with e = exp(-|v|), within 4e-7 of itself. The power of
+// two is taken in two terms; the logarithm is 2 atanh(s) with s = e / (2 + e), an odd polynomial:
+// no small result is lost. Infinities and NaN are what they are for the exact function.
+__device__ __forceinline__ float softplus(float v) {
+  constexpr float kRest = 1.92596299e-8f, kLog2 = 0.69314718f;  // of log2(e), which is longer
+  const float magnitude = fminf(fabsf(v), 128.0f), power = -kLog2e * magnitude;
+  const float lost = fmaf(-kRest, magnitude, fmaf(-kLog2e, magnitude, -power));
+  float e = ptx::ex2(power);
+  e = fmaf(e, kLog2 * lost, e);
+  const float s = __fdividef(e, 2.0f + e), u = s * s;
+  float p = fmaf(u, 0.28024462f, 0.27999142f);
+  p = fmaf(u, p, 0.40021700f), p = fmaf(u, p, 0.66666411f), p = fmaf(u, p, 2.0f);
+  return fmaf(s, p, v < 0.0f ? 0.0f : v);
+}
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 

@@ -16,65 +16,92 @@ using uint64_t = unsigned long long;
 enum FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 enum IndexType : int { kInt32 = 0, kInt64 = 1 };
 
-// In the order in which the small form needs them: each 64 bytes that are not in the constant cache
-// yet are waited for.
+// What a step has, as the small form asks for it.
+enum SmallFlag : int {
+  kHasSlots = 1,
+  kSlotsInt64 = 2,
+  kStartsEarly = 4,  // before the kernel ahead has ended
+  kPacked = 8,       // cu_seqlens
+  kSeveralQuads = 16,
+  kByPlace = 32,  // ring rows are all of the ring, by their places
+  kGated = 64,    // z
+  kWideOut = 128,
+  kWideDt = 256,         // float32; then those of dt_bias, A and D
+  kNarrowDt = 4096,      // 16 bits; likewise
+  kHalfScalars = 65536,  // one of dt, dt_bias, A and D is float16
+  kSoftplus = 131072,
+  kForcedFlushes = 262144,
+};
+
+// First what the small form takes, in the order in which it needs it: each 64 bytes that are not in
+// the constant cache yet are waited for. Its strides are bytes; that of a sequence is a token's in
+// a packed batch.
 struct CheckpointingSsuParams {
-  const void* slots;      // (batch,) or null: slot = batch row
+  const void* slots;  // (batch,) or null: slot = batch row
+  int flags;          // of SmallFlag
+  int slots_bytes;
+  int num_slots;
+  int pad_slot;  // pad_slot_id, or -1 if that is no slot
+  // Warps for the state and rows of a block, and the last ring row that is looked at.
+  int state_warps, rows_of_block, last_row;
+  int inverse_heads_per_group;  // 2^31 / heads_per_group, rounded up
+  const void* C;                // (batch, npredicted, ngroups, dstate)
+  int C_sequence_bytes, C_group_bytes, C_token_bytes, head_dim;
+  void* state;  // (num_slots, nheads, head_dim, dstate), written on flush
+  int state_slot_bytes, state_head_bytes;
+  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
+  int state_scale_slot_bytes, state_scale_head_bytes;
+  void* x_cache;  // (num_slots, nheads, ring_buffer_len, head_dim), appended
+  int x_cache_slot_bytes, x_cache_head_bytes, x_cache_row_bytes, threads;  // of a block
+  void* out;  // (batch, npredicted, nheads, head_dim)
+  int out_sequence_bytes, out_head_bytes, out_token_bytes, out_item_bytes;
+  // Numbers of a head, which lanes take by their index, and what they are: kWide and kNarrow.
+  const void* dt;       // (batch, npredicted, nheads)
+  const void* dt_bias;  // (nheads,) or null
+  const void* A;        // (nheads,)
+  const void* D;        // (nheads,) or null
+  int dt_head_bytes, dt_bias_bytes, A_bytes, D_bytes;
+  int dt_type, dt_bias_type, A_type, D_type;  // FloatType
+  int dt_sequence_bytes, dt_token_bytes;
+  const void* B;  // (batch, npredicted, ngroups, dstate)
+  int B_sequence_bytes, B_group_bytes, B_token_bytes, max_window;
+  void* B_cache;  // (num_slots, ngroups, ring_buffer_len, dstate), appended; its fields are as B's
+  int B_cache_slot_bytes, B_cache_group_bytes, B_cache_row_bytes, ring_buffer_len;
+  float* dt_cache;  // (num_slots, nheads, ring_buffer_len), appended
+  int dt_cache_slot_bytes, dt_cache_head_bytes, dt_cache_row_bytes, npredicted;
+  const int* ring_start;                // (num_slots,)
+  const int* prev_num_accepted_tokens;  // (num_slots,)
+  int ring_start_bytes, prev_num_accepted_tokens_bytes;
+  const void* x;  // (batch, npredicted, nheads, head_dim)
+  int x_sequence_bytes, x_head_bytes, x_token_bytes, heads_per_group;
   const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
+  const void* z;          // (batch, npredicted, nheads, head_dim) or null
+  int z_sequence_bytes, z_head_bytes, z_token_bytes;
+  int zero_padding;  // 1: rows of `out` of padding become 0
+  // Strides of all forms, in elements.
   int64_t slots_stride;
   int64_t pad_slot_id;
-  int starts_early;  // 1: before the kernel ahead has ended
-  int slots_type;    // IndexType
-  int npredicted;
-  // Of the small form: warps for the state, and how many times four rows of a head each takes; rows
-  // and threads of a block; ring rows that it looks at, and whether they are all of the ring, by
-  // their places.
-  int state_warps, quads, rows_of_block, threads, ring_rows, by_place;
-  int num_slots;
-  int64_t inverse_heads_per_group;  // as `divide` takes it
-  const void* C;                    // (batch, npredicted, ngroups, dstate)
   int64_t C_batch_stride, C_token_stride, C_group_stride;
-  const void* z;  // (batch, npredicted, nheads, head_dim) or null
-  const void* x;  // (batch, npredicted, nheads, head_dim)
   int64_t x_batch_stride, x_token_stride, x_head_stride;
-  void* state;  // (num_slots, nheads, head_dim, dstate), written on flush
   int64_t state_slot_stride, state_head_stride;
-  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
   int64_t state_scale_slot_stride, state_scale_head_stride;
-  void* x_cache;  // (num_slots, nheads, ring_buffer_len, head_dim), appended
   int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
-  int ring_buffer_len, head_dim;
-  int out_type;      // FloatType: that of x, or kFloat32
-  int zero_padding;  // 1: rows of `out` of padding become 0
-  void* out;         // (batch, npredicted, nheads, head_dim)
   int64_t out_batch_stride, out_token_stride, out_head_stride;
-  const void* dt_bias;  // (nheads,) or null
-  int64_t dt_bias_stride;
-  int dt_type, A_type, D_type, dt_bias_type;  // FloatType
-  const void* dt;                             // (batch, npredicted, nheads)
   int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
-  const void* B;  // (batch, npredicted, ngroups, dstate)
+  int64_t dt_bias_stride, A_stride, D_stride;
   int64_t B_batch_stride, B_token_stride, B_group_stride;
-  void* B_cache;  // (num_slots, ngroups, ring_buffer_len, dstate), appended
   int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
-  float* dt_cache;  // (num_slots, nheads, ring_buffer_len), appended
   int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
-  const int* ring_start;  // (num_slots,)
-  int64_t ring_start_stride;
-  const int* prev_num_accepted_tokens;  // (num_slots,)
-  int64_t prev_num_accepted_tokens_stride;
-  const void* A;  // (nheads,)
-  int64_t A_stride;
-  const void* D;  // (nheads,) or null
-  int64_t D_stride;
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
   const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
   int64_t force_flush_stride;
-  int max_window;
-  int dt_softplus;  // 0 or 1
-  int heads_per_group, nheads;
-  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  int slots_type;            // IndexType
+  int out_type;              // FloatType: that of x, or kFloat32
+  int starts_early;          // 1: before the kernel ahead has ended
+  int dt_softplus;           // 0 or 1
   const int64_t* rand_seed;  // (1,) or null: round to nearest
-  int philox_rounds, layer;  // of the random bits; layer -1 takes the seed as it is
+  int philox_rounds, layer;  // of the random bits; layer -1: the seed as it is
   void* state_copy;          // (num_slots, nheads, bytes...) read instead, or null
   int64_t state_copy_slot_stride, state_copy_head_stride;
   const int* events;  // (num_slots,) of flushes, for their random bits, or null
@@ -90,7 +117,8 @@ struct CheckpointingSsuParams {
   // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
   // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
   // out.
-  int batch, most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
+  int nheads, batch;
+  int most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
   int bytes_of_share;
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;

@@ -25,6 +25,23 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with half as many columns of A: a = {A[g][2t..], A[g+8][2t..]}, b = B[2t..][g].
+__device__ __forceinline__ void mma_m16n8k8_bf16(float (&d)[4], unsigned a0, unsigned a1,
+                                                 unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
+__device__ __forceinline__ void mma_m16n8k8_f16(float (&d)[4], unsigned a0, unsigned a1,
+                                                unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // Transposes an 8 x 8 matrix of 16-bit values; lane = 4 g + t holds M[g][2t] and M[g][2t+1].
 __device__ __forceinline__ unsigned movmatrix(unsigned m) {
   unsigned r;
@@ -63,6 +80,16 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
                : "l"(p)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void st_global_u32(void* p, unsigned v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// The lower half of `v`.
+__device__ __forceinline__ void st_global_u16(void* p, unsigned v) {
+  asm volatile("{ .reg .b16 h; cvt.u16.u32 h, %1; st.global.u16 [%0], h; }" ::"l"(p), "r"(v)
+               : "memory");
 }
 
 __device__ __forceinline__ void st_global_v4(void* p, uint4 v) {
@@ -207,12 +234,13 @@ __device__ __forceinline__ void grid_dependency_launch() {
 
 // ---- registers ----------------------------------------------------------------------------------
 
-// Zero, which the compiler takes for a number of each lane's own: what is computed from it, and
-// loaded from there, stays out of the registers of the whole warp, from which it would be copied.
+// Zero, as blocks have one dimension, which the compiler takes for a number of each lane's own:
+// what is computed from it, and loaded from there, stays out of the registers of the whole warp,
+// from which it would be copied.
 __device__ __forceinline__ unsigned zero_of_lane() {
-  unsigned lane;
-  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane >> 5;
+  unsigned zero;
+  asm("mov.u32 %0, %%tid.y;" : "=r"(zero));
+  return zero;
 }
 
 // The same pointer, computed here: the compiler cannot put it off until it is used, which may be
@@ -228,10 +256,18 @@ __device__ __forceinline__ void keep_order() {
   asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
 }
 
-// Behind it `v` is known: the compiler would put its sums off until after a barrier.
-__device__ __forceinline__ void known_now(float v) {
-  const unsigned all = ~(__float_as_uint(v) & zero_of_lane());
-  asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
+// Zero, which is known when `bits` are: what takes it waits for them.
+__device__ __forceinline__ unsigned zero_behind(unsigned bits) { return bits & zero_of_lane(); }
+
+// Does what is rarely needed, out of the way of what is not: the compiler would do it without a
+// branch, under a predicate. The loop ends at once, which it does not know.
+template <class Rare>
+__device__ __forceinline__ void aside(Rare rare) {
+  unsigned zero;
+  do {
+    rare();
+    asm volatile("bar.warp.sync 0xffffffff; mov.u32 %0, %%tid.y;" : "=r"(zero)::"memory");
+  } while (zero != 0);
 }
 
 // What is written already is seen by the loads that follow, whatever the multiprocessor has cached.
@@ -247,6 +283,17 @@ __device__ __forceinline__ long long mul_wide(int a, int b) {
   long long r;
   asm("mul.wide.s32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
   return r;
+}
+
+// `p` and a times b bytes in one instruction: written as a mad.wide, it would be taken apart and
+// its sums reordered.
+__device__ __forceinline__ const unsigned char* mad_wide(unsigned a, unsigned b,
+                                                         const unsigned char* p) {
+  asm("{ .reg .u32 low, high; mov.b64 {low, high}, %0; mad.lo.cc.u32 low, %1, %2, low; "
+      "madc.hi.u32 high, %1, %2, high; mov.b64 %0, {low, high}; }"
+      : "+l"(p)
+      : "r"(a), "r"(b));
+  return p;
 }
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.

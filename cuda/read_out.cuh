@@ -1,8 +1,7 @@
 // State warps of the small form: the checkpoint read out, the rows added, and the outputs stored.
-// Eight lanes have kQuads rows p, four apart.
+// Eight lanes have kQuads rows p, which follow one another.
 #pragma once
 #include "small.cuh"
-#include "step.cuh"
 
 namespace replay {
 
@@ -14,109 +13,125 @@ __device__ constexpr int most_quads() {
   return kFit > kMost ? kMost : kFit < 1 ? 1 : kFit;
 }
 
+// Two values of 16 bits as numbers, or zeros where they are not seen: they may be NaN.
+template <class Act>
+struct SeenPair {
+  uint32_t all;
+  __device__ __forceinline__ explicit SeenPair(bool seen) : all(ptx::opaque(seen ? ~0u : 0u)) {}
+  __device__ __forceinline__ float2 of(uint32_t pair) const {
+    return convert::unpack<Act>(pair & all);
+  }
+};
+template <>
+struct SeenPair<bf16> {
+  uint32_t low, high;
+  __device__ __forceinline__ explicit SeenPair(bool seen)
+      : low(ptx::opaque(seen ? 0x10000u : 0u)), high(ptx::opaque(seen ? 0xffff0000u : 0u)) {}
+  // In one instruction each.
+  __device__ __forceinline__ float2 of(uint32_t pair) const {
+    return make_float2(__uint_as_float(pair * low), __uint_as_float(pair & high));
+  }
+};
+
 template <class State, class Act, int kDstate, int kTokens, int kQuads>
 struct StateWarp : Block<kTokens> {
   using Base = Block<kTokens>;
-  using Base::first_row, Base::request, Base::token, Base::ring_offset;
-  using Base::params, Base::shared, Base::warp, Base::row, Base::lane, Base::head, Base::group;
+  using Base::first_row, Base::request, Base::has;
+  using Base::params, Base::shared, Base::warp, Base::head, Base::group;
   using Pieces = RowPieces<State, kDstate>;
+  static constexpr int kRowBytes = kDstate * sizeof(State);
+  static constexpr int kRowsOfLane = kStepRows / kLanesOfRow;
+  static constexpr int kOutputs = kQuads * kTokens;  // of eight lanes, row by row
+  static constexpr int kWordsOfX = (kQuads + 1) / 2;
 
-  __device__ __forceinline__ explicit StateWarp(const Base& block) : Base(block) {}
+  const int row, lane;  // the lane's row in its warp, and its place in the row
+
+  __device__ __forceinline__ explicit StateWarp(const Base& block)
+      : Base(block), row(block.lane >> 3), lane(block.lane & 7) {}
 
   // What the lane asks for: pieces of the checkpoint and their scales, C beside them, x of every
-  // eighth row, and z of its token.
+  // eighth row, and z of its output.
   struct Inputs {
     uint4 state[kQuads][Pieces::kCount];
     uint32_t C[kTokens][Pieces::kCount][Pieces::kColumns / 2];
-    uint32_t x[kQuads][kRowsOfLane], z[kQuads];
+    uint32_t x[kRowsOfLane][kWordsOfX], new_x[kTokens], z;
     float scale[kQuads];
   };
 
-  // p is the lane's first row.
-  __device__ __forceinline__ void ask_for_tokens(Inputs& in, int p) const {
-    constexpr int kColumns = Pieces::kColumns;
-    if (request.window.q == 0) return;
+  // As `sum_of_row` deals them.
+  __device__ __forceinline__ int token_of_lane() const { return lane & (kTokens - 1); }
+  __device__ __forceinline__ int row_of_output() const { return lane / kTokens & (kQuads - 1); }
+
+  __device__ __forceinline__ void ask_for_C(Inputs& in) const {
+    constexpr int kBytes = Pieces::kColumns * sizeof(Act);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const Act* C = C_of_token<Act>(params, request, group, token(t)) + kColumns * lane;
+      const Bytes C = behind(Base::C_of_token(t), lane, kBytes);
 #pragma unroll
       for (int n = 0; n < Pieces::kCount; ++n) {
-        load_words(in.C[t][n], C + kLanesOfRow * kColumns * n);
+        const Bytes piece = C + kLanesOfRow * kBytes * n;
+        if constexpr (kBytes == 8) {
+          const uint2 v = ptx::ld_global_v2(piece);
+          in.C[t][n][0] = v.x, in.C[t][n][1] = v.y;
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBytes / 16; ++i) {
+            const uint4 v = ptx::ld_global_v4(piece + 16 * i);
+            uint32_t* to = in.C[t][n] + 4 * i;
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+          }
+        }
       }
     }
-    if (params.z == nullptr) return;
-    const Act* z = z_of_token<Act>(params, request, head, token(Base::token_of_lane())) + p;
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) in.z[i] = ptx::ld_global_u16(z + kRowsOfWarp * i);
   }
 
-  // What does not need the slot but its place: the lane's first piece, its scale, and x of every
-  // eighth row, of the ring or new.
-  struct StateRows {
-    const State* state;
-    const float* scale;
-    const Act* x[kRowsOfLane];
-  };
-
-  // x of row r but for the slot, from p on; ring row 0 lies at place `first`.
-  __device__ __forceinline__ const Act* x_of_row(int r, int first, int p) const {
-    const int t = r - params.ring_rows;
-    if (t >= 0) return x_of_token<Act>(params, request, head, token(t)) + p;
-    return x_ring<Act>(params, 0, head) + ring_offset(first, r, params.x_cache_row_stride) + p;
-  }
-  __device__ __forceinline__ void find_x(StateRows& rows, int first, int p) const {
-#pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k) {
-      rows.x[k] = ptx::computed_now(x_of_row(kLanesOfRow * k + lane, first, p));
-    }
+  // z of the output at row p.
+  __device__ __forceinline__ uint32_t load_z(int p) const {
+    const Bytes z = Base::token_in(bytes_of(params.z), params.z_sequence_bytes, head,
+                                   params.z_head_bytes, token_of_lane(), params.z_token_bytes);
+    return ptx::ld_global_u16(behind(z, p, sizeof(Act)));
   }
 
-  __device__ __forceinline__ StateRows find_state(int p) const {
-    StateRows rows;
-    rows.state =
-        ptx::computed_now(static_cast<const State*>(params.state) +
-                          head * params.state_head_stride + p * kDstate + Pieces::kColumns * lane);
-    if constexpr (convert::kScaled<State>) {
-      rows.scale =
-          ptx::computed_now(params.state_scale + head * params.state_scale_head_stride + p);
-    }
-    find_x(rows, 0, p);
-    return rows;
-  }
-
-  __device__ __forceinline__ void ask_for_state(Inputs& in, const StateRows& rows) const {
-    const unsigned slot = request.slot;
-    const State* state = rows.state + slot * params.state_slot_stride;
+  __device__ __forceinline__ void ask_for_state(Inputs& in, Bytes state, Bytes scale) const {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
       for (int n = 0; n < Pieces::kCount; ++n) {
-        in.state[i][n] = Pieces::load(state + kRowsOfWarp * i * kDstate, n);
+        constexpr int kNext = kLanesOfRow * Pieces::kBytes;
+        in.state[i][n] = Pieces::load(state + kRowBytes * i + kNext * n);
       }
     }
     if constexpr (convert::kScaled<State>) {
-      const float* scale = rows.scale + slot * params.state_scale_slot_stride;
 #pragma unroll
-      for (int i = 0; i < kQuads; ++i) in.scale[i] = load_float(scale + kRowsOfWarp * i);
+      for (int i = 0; i < kQuads; ++i) in.scale[i] = load_float(scale + 4 * i);
     }
   }
 
-  __device__ __forceinline__ void ask_for_x(Inputs& in, const StateRows& rows) const {
-    const int64_t of_slot = static_cast<unsigned>(request.slot) * params.x_cache_slot_stride;
+  // x of every eighth row of the ring. Of rows that are not there its last one is.
+  __device__ __forceinline__ void ask_for_x(Inputs& in, Bytes ring) const {
+    if (has(kByPlace)) {
+      ask_for_x(in, ring, [](int r) { return r; });
+    } else {
+      ask_for_x(in, ring, [&](int r) { return Base::place_of(r); });
+    }
+  }
+  template <class Place>
+  __device__ __forceinline__ void ask_for_x(Inputs& in, Bytes ring, Place place) const {
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k) {
-      const int r = kLanesOfRow * k + lane;
-      const Act* x = rows.x[k] + (r < params.ring_rows ? of_slot : 0);
-      if (r < params.ring_rows + request.window.q) {
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) in.x[i][k] = ptx::ld_global_u16(x + kRowsOfWarp * i);
+      const int r = min(kLanesOfRow * k + lane, params.last_row);
+      const Bytes x = behind(ring, place(r), params.x_cache_row_bytes);
+      if constexpr (kQuads == 4) {
+        const uint2 words = ptx::ld_global_v2(x);
+        in.x[k][0] = words.x, in.x[k][1] = words.y;
+      } else {
+        in.x[k][0] = kQuads == 2 ? ptx::ld_global_u32(x) : ptx::ld_global_u16(x);
       }
     }
   }
 
-  // The lane's part of S C_t, as stored, for the rows and tokens.
-  __device__ __forceinline__ void sum_state(float (&sums)[kQuads][kTokens],
-                                            const Inputs& in) const {
+  // The lane's part of S C_t for the rows and tokens.
+  __device__ __forceinline__ void sum_state(float (&sums)[kOutputs], const Inputs& in) const {
     float2 acc[kQuads][kTokens] = {};  // two chains of products each
 #pragma unroll
     for (int n = 0; n < Pieces::kCount; ++n) {
@@ -147,109 +162,134 @@ struct StateWarp : Block<kTokens> {
     for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        sums[i][t] = acc[i][t].x + acc[i][t].y;
-        if constexpr (convert::kScaled<State>) sums[i][t] *= in.scale[i];
+        float& sum = sums[kTokens * i + t];
+        sum = acc[i][t].x + acc[i][t].y;
+        if constexpr (convert::kScaled<State>) sum *= in.scale[i];
       }
     }
   }
 
   // Decays the sums over the checkpoint and adds the rows.
-  __device__ __forceinline__ void add_rows(float (&sums)[kQuads][kTokens], const Inputs& in) const {
+  __device__ __forceinline__ void add_rows(float (&sums)[kOutputs], const Inputs& in) const {
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) sums[i][t] *= shared.decays[t];
-    }
+    for (int i = 0; i < kOutputs; ++i) sums[i] *= shared.decays[i % kTokens];
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k) {
-      const int r = kLanesOfRow * k + lane;
-      const bool there = r < params.ring_rows + request.window.q;
-      float weights[kTokens];
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        weights[t] = there ? shared.weights[r][t] : __uint_as_float(kUnseen);
-      }
+        const float weight = shared.weights[kLanesOfRow * k + lane][t];
+        const SeenPair<Act> seen(is_seen(weight));
 #pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        const float x = convert::unpack<Act>(ptx::opaque(in.x[i][k])).x;
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          if (__float_as_uint(weights[t]) != kUnseen) sums[i][t] = fmaf(weights[t], x, sums[i][t]);
+        for (int i = 0; i < kQuads; i += 2) {
+          const float2 x = seen.of(in.x[k][i / 2]);
+          float& sum = sums[kTokens * i + t];
+          sum = fmaf(weight, x.x, sum);
+          if constexpr (kQuads > 1) {
+            float& next = sums[kTokens * (i + 1) + t];
+            next = fmaf(weight, x.y, next);
+          }
         }
       }
     }
   }
 
-  // Where the lane stores its outputs, the first at row p.
-  __device__ __forceinline__ unsigned char* out_of_lane(int p) const {
-    const int64_t index = out_of_token(params, request, head, Base::token_of_lane()) + p;
-    return static_cast<unsigned char*>(params.out) +
-           index * (params.out_type == kFloat32 ? 4 : static_cast<int>(sizeof(Act)));
-  }
-
-  // Stores the outputs from the lanes' parts of them.
-  __device__ __forceinline__ void store(float (&sums)[kQuads][kTokens], const Inputs& in,
-                                        unsigned char* out) const {
-    const bool any = lane < kTokens && Base::token_of_lane() < request.window.q;
+  // x of the new rows, at the output's row p.
+  __device__ __forceinline__ void ask_for_new_x(Inputs& in, int p) const {
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      float y = sum_of_row(sums[i], lane);
-      if (params.z != nullptr) y *= convert::silu(convert::unpack<Act>(ptx::opaque(in.z[i])).x);
-      if (any) store_output<Act>(params, out, kRowsOfWarp * i, y);
+    for (int t = 0; t < kTokens; ++t) {
+      in.new_x[t] = ptx::ld_global_u16(behind(Base::x_of_token(t), p, sizeof(Act)));
     }
   }
-
-  __device__ __forceinline__ static void wait_for_sums(const float (&sums)[kQuads][kTokens]) {
-    float all = 0.0f;
+  __device__ __forceinline__ void add_new_rows(float& y, const Inputs& in) const {
+    const int t = token_of_lane();
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) all += sums[i][t];
-    }
-    ptx::known_now(all);
-  }
-
-  // Outputs of padding become zeros.
-  __device__ __forceinline__ void zero_rows(int first, int rows) const {
-    if (!params.zero_padding) return;
-    for (int t = 0; t < request.window.q; ++t) {
-      const int64_t index = out_of_token(params, request, head, t) + first;
-      for (int i = threadIdx.x & 31; i < rows; i += 32) {
-        convert::store_float(params.out, index + i, params.out_type, 0.0f);
-      }
+    for (int own = 0; own < kTokens; ++own) {
+      const float x = convert::unpack<Act>(ptx::opaque(in.new_x[own])).x;
+      if (own <= t) y = fmaf(shared.new_weights[own][t], x, y);
     }
   }
 
-  __device__ __forceinline__ Request run() {
-    const int of_warp = first_row + kRowsOfWarp * kQuads * warp, p = of_warp + row;
-    const bool has_rows = of_warp < params.head_dim;
-    Inputs in;
-    if (has_rows) ask_for_tokens(in, p);
-    ptx::keep_order();
-    StateRows rows = find_state(p);
-    if (Base::is_padding()) {
-      if (has_rows) zero_rows(of_warp, kRowsOfWarp * kQuads);
-      return request;
-    }
-    if (has_rows) {
-      ask_for_state(in, rows);
-      ptx::keep_order();
-      if (!params.by_place) find_x(rows, Base::first_place(), p);
-      ask_for_x(in, rows);
-      ptx::keep_order();
-      unsigned char* out = ptx::computed_now(out_of_lane(p));
-      float sums[kQuads][kTokens];
-      sum_state(sums, in);
-      wait_for_sums(sums);
-      ptx::barrier_sync<1>(params.threads);
-      add_rows(sums, in);
-      store(sums, in, out);
+  // Where the output at row p goes.
+  __device__ __forceinline__ Bytes place_of_output(int p) const {
+    const Bytes out =
+        Base::token_in(bytes_of(params.out), params.out_sequence_bytes, head, params.out_head_bytes,
+                       token_of_lane(), params.out_token_bytes);
+    return behind(out, p, params.out_item_bytes);
+  }
+
+  __device__ __forceinline__ void store(float y, Bytes to) const {
+    if (lane >= kOutputs || (kTokens > 1 && token_of_lane() >= request.window.q)) return;
+    unsigned char* out = const_cast<unsigned char*>(to);
+    if (has(kWideOut)) {
+      ptx::st_global_u32(out, __float_as_uint(y));
     } else {
-      ptx::barrier_sync<1>(params.threads);
+      ptx::st_global_u16(out, convert::pack<Act>(make_float2(y, 0.0f)));
     }
-    request.window.start = shared.start, request.window.live = shared.live;
-    request.window.flush = shared.flush != 0;
-    return request;
+  }
+
+  // The compiler would put the sums off until after the barrier.
+  __device__ __forceinline__ void wait_for_weights(const float (&sums)[kOutputs]) const {
+    unsigned all = 0;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) all ^= __float_as_uint(sums[i]);
+    ptx::barrier_sync<1>(params.threads + ptx::zero_behind(all));
+  }
+
+  // A warp behind the head's last row only takes part in the fold.
+  __device__ __forceinline__ int run_without_rows() {
+    if (Base::is_padding()) return 0;
+    if (warp == Base::kNoWarp) return Base::run_without_tokens();
+    ptx::barrier_sync<1>(params.threads);
+    return shared.flush;
+  }
+
+  // Whether the sequence flushes.
+  __device__ __forceinline__ int run() {
+    const unsigned of_warp = kRowsOfWarp * kQuads * warp, first = first_row + of_warp;
+    if (first >= static_cast<unsigned>(params.head_dim)) return run_without_rows();
+    const int p = first + kQuads * row;
+    Inputs in;
+    ask_for_C(in);
+    const int of_output = p + row_of_output();
+    ask_for_new_x(in, of_output);
+    if (has(kGated)) ptx::aside([&] { in.z = load_z(of_output); });
+    Bytes state = behind(bytes_of(params.state), head, params.state_head_bytes);
+    Bytes scale = nullptr;
+    if constexpr (convert::kScaled<State>) {
+      scale = behind(bytes_of(params.state_scale), head, params.state_scale_head_bytes);
+      scale = ptx::computed_now(scale + 4u * p);
+    }
+    Bytes ring = behind(bytes_of(params.x_cache), head, params.x_cache_head_bytes);
+    const Bytes out = ptx::computed_now(place_of_output(of_output));
+    state = ptx::computed_now(state + static_cast<unsigned>(p * kRowBytes + Pieces::kBytes * lane));
+    ring = ptx::computed_now(ring + static_cast<unsigned>(p * sizeof(Act)));
+    ptx::keep_order();
+    if (Base::is_padding()) {
+      if (params.zero_padding) store(0.0f, out);
+      return 0;
+    }
+    const unsigned slot = request.slot;
+    state = behind(state, slot, params.state_slot_bytes);
+    if constexpr (convert::kScaled<State>) {
+      scale = behind(scale, slot, params.state_scale_slot_bytes);
+    }
+    ask_for_state(in, state, scale);
+    ask_for_x(in, behind(ring, slot, params.x_cache_slot_bytes));
+    ptx::keep_order();
+    float sums[kOutputs];
+    sum_state(sums, in);
+    wait_for_weights(sums);
+    const int flush = shared.flush;
+    add_rows(sums, in);
+    float y = sum_of_row(sums, lane);
+    add_new_rows(y, in);
+    float gate = 1.0f;
+    if (has(kGated)) {
+      ptx::aside([&] { gate = convert::silu(convert::unpack<Act>(ptx::opaque(in.z)).x); });
+      y *= gate;
+    }
+    store(y, out);
+    return flush;
   }
 };
 

@@ -11,8 +11,9 @@
 
 namespace replay {
 
+using convert::kLog2e;
+
 constexpr int kRows = 16;  // most rows in one product over j: a window never has more
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Lane {

@@ -51,13 +51,18 @@ __device__ __forceinline__ const int* live_rows_of(const CheckpointingSsuParams&
 
 // Cursors outside their range would be a caller's fault; they must not become stray addresses.
 __device__ __forceinline__ void set_window(const CheckpointingSsuParams& params, Request& request,
-                                           int start, int live) {
+                                           int start, int live, bool forced) {
   Window& window = request.window;
-  const bool forced = params.force_flush != nullptr &&
-                      params.force_flush[request.row * params.force_flush_stride] != 0;
   window.start = min(max(start, 0), params.ring_buffer_len - 1);
   window.live = min(max(live, 0), params.max_window);
   window.flush = (forced && window.live > 0) || flushes(window.live, window.q, params.max_window);
+}
+
+__device__ __forceinline__ void set_window(const CheckpointingSsuParams& params, Request& request,
+                                           int start, int live) {
+  const bool forced = params.force_flush != nullptr &&
+                      params.force_flush[request.row * params.force_flush_stride] != 0;
+  set_window(params, request, start, live, forced);
 }
 
 // ---- where rows lie in memory -------------------------------------------------------------------

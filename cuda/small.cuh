@@ -1,30 +1,59 @@
 // What the warps of the small form share: its rows, its shared memory, and how lanes lie in both.
 #pragma once
-#include "rows.cuh"
+#include "step.cuh"
 
 namespace replay {
 
 constexpr int kLanesOfRow = 8, kRowsOfWarp = 4;
 constexpr int kMostRowsOfBlock = 64;  // p
 
-// Instead of the weight of a row that the token does not see. A NaN that was computed has other
-// bits.
-constexpr uint32_t kUnseen = 0xffffffffu;
+// Instead of the weight of a row that the token does not see: a zero of the sign that no weight
+// has.
+constexpr float kUnseen = -0.0f;
+__device__ __forceinline__ bool is_seen(float weight) {
+  return __float_as_uint(weight) != __float_as_uint(kUnseen);
+}
 
-// The rows of a step: those of the ring by their places, then the new tokens. A lane has every
-// eighth of them.
-constexpr int kStepRows = 24, kRowsOfLane = kStepRows / kLanesOfRow;
+// The rows of a step: those of the ring by their places, and the new tokens last. What lies between
+// is not there.
+constexpr int kStepRows = 24;
+template <int kTokens>
+constexpr int kFirstToken = kStepRows - kTokens;
 
 template <int kTokens>
 struct Shared {
-  // Of each row, and of the checkpoint, which is exp(c_t).
+  // Of each ring row, of each new one, and of the checkpoint, which is exp(c_t).
   alignas(16) float weights[kStepRows][kTokens];
-  float decays[kTokens];
+  alignas(16) float decays[kTokens];
+  float new_weights[kTokens][kTokens];
+  int flush, start, live;
   // What a flush takes: `put_fold_weights`, and the largest magnitudes in the pieces of 8-bit rows.
   float fold_weights[kRows + 4];
   float largest[kMostRowsOfBlock][8];
-  int start, live, flush;
 };
+
+// A field of the record and those behind it, of which each lane takes its own.
+template <class T>
+__device__ __forceinline__ T field_behind(const T& field, unsigned offset_in_bytes) {
+  const auto* first = reinterpret_cast<const unsigned char*>(&field);
+  return *reinterpret_cast<const T*>(first + offset_in_bytes);
+}
+
+// An address in an array of any type, and another `n` times `stride` bytes behind it: one
+// instruction. Addresses come from the record as if each lane had its own: those of the whole warp
+// are added to in two.
+using Bytes = const unsigned char*;
+template <class T>
+__device__ __forceinline__ Bytes bytes_of(T* const& array, unsigned offset_in_bytes = 0) {
+  return reinterpret_cast<Bytes>(field_behind(array, ptx::zero_of_lane() + offset_in_bytes));
+}
+__device__ __forceinline__ Bytes behind(Bytes p, unsigned n, unsigned stride) {
+  return ptx::mad_wide(n, stride, p);
+}
+
+__device__ __forceinline__ unsigned group_of(const CheckpointingSsuParams& params, unsigned head) {
+  return __umulhi(2 * head, static_cast<unsigned>(params.inverse_heads_per_group));
+}
 
 // How eight lanes share a row of kDstate values: in pieces of up to 16 bytes, which lie side by
 // side.
@@ -32,15 +61,14 @@ template <class T, int kDstate>
 struct RowPieces {
   static constexpr int kBytes = kDstate * sizeof(T) < 128 ? kDstate * sizeof(T) / 8 : 16;
   static constexpr int kColumns = kBytes / sizeof(T), kCount = kDstate / kLanesOfRow / kColumns;
-  __device__ __forceinline__ static uint4 load(const T* row, int n) {
-    const T* piece = row + kLanesOfRow * kColumns * n;
+  __device__ __forceinline__ static uint4 load(Bytes piece) {
     if constexpr (kBytes == 16) return ptx::ld_global_v4(piece);
     const uint2 half = ptx::ld_global_v2(piece);
     return make_uint4(half.x, half.y, 0, 0);
   }
 };
 
-__device__ __forceinline__ float load_float(const float* p) {
+__device__ __forceinline__ float load_float(Bytes p) {
   return __uint_as_float(ptx::ld_global_u32(p));
 }
 
@@ -81,46 +109,121 @@ template <int kTokens>
 struct Block {
   const CheckpointingSsuParams& params;
   Shared<kTokens>& shared;
-  const int warp, row, lane;  // the lane's row in its warp, and the lane's place in the row
+  const int flags;
+  int warp;
+  const int lane;
   const unsigned head, group;
   const int first_row;  // p of the block
+  int low, high;        // the slot as it is given
+  unsigned sequence;    // whose tokens these are, or their first one in a packed batch
   Request request;      // slot and window are known late
-  GivenSlot given;
 
   __device__ __forceinline__ Block(const CheckpointingSsuParams& p, Shared<kTokens>& s)
       : params(p),
         shared(s),
+        flags(p.flags),
         warp(threadIdx.x >> 5),
-        row(threadIdx.x >> 3 & 3),
-        lane(threadIdx.x & 7),
-        head(blockIdx.y),
-        group(divide(head, p.inverse_heads_per_group)),
+        lane(threadIdx.x & 31),
+        head(blockIdx.y + ptx::zero_of_lane()),
+        group(group_of(p, head)),
         first_row(blockIdx.z * p.rows_of_block),
-        given(p, blockIdx.x + ptx::zero_of_lane()) {
+        low(blockIdx.x + ptx::zero_of_lane()),
+        high(0),
+        sequence(low),
+        request{-1, blockIdx.x, 0, {0, 0, kTokens, false}} {
+    if (has(kHasSlots)) {
+      const Bytes slot = behind(bytes_of(params.slots), low, params.slots_bytes);
+      if (has(kSlotsInt64)) high = ptx::ld_global_u32(slot + 4);
+      low = ptx::ld_global_u32(slot);
+    }
     ptx::keep_order();
-    request = find_tokens(p, blockIdx.x);
   }
 
+  __device__ __forceinline__ bool has(SmallFlag flag) const { return (flags & flag) != 0; }
+
+  // Where the sequence's tokens lie in a packed batch. Without any, the warp has nothing to do but
+  // a flush that is forced: it becomes one without rows.
+  __device__ __forceinline__ void find_tokens() {
+    const int first = params.cu_seqlens[request.row], end = params.cu_seqlens[request.row + 1];
+    sequence = first;
+    request.window.q = min(max(end - first, 0), params.npredicted);
+    if (request.window.q == 0) warp = kNoWarp;
+  }
+  static constexpr int kNoWarp = -65536;  // no row of it is one of the head
+
   __device__ __forceinline__ bool is_padding() {
-    request.slot = given.slot(params);
-    return request.slot < 0;
+    request.slot = low;
+    return (static_cast<unsigned>(low) >= static_cast<unsigned>(params.num_slots)) | (high != 0) |
+           (low == params.pad_slot);
   }
   // Of two tokens of which the second is not there, the first stands in for it.
   __device__ __forceinline__ int token(int t) const {
     return kTokens == 1 ? 0 : min(t, request.window.q - 1);
   }
-  // The lane's own token, as `sum_of_row` deals them.
-  __device__ __forceinline__ int token_of_lane() const { return lane & (kTokens - 1); }
+  // The row's token, if it has one, is its distance from kFirstToken.
+  __device__ __forceinline__ static int token_of_row(int r) { return r - kFirstToken<kTokens>; }
   __device__ __forceinline__ int rows_of_block() const {
     return min(params.rows_of_block, params.head_dim - first_row);
   }
-  // Ring row r of the step, if row 0 lies at place `first`.
-  __device__ __forceinline__ int64_t ring_offset(int first, int r, int64_t stride) const {
-    return row_offset(ring_row(first, r, params.ring_buffer_len), stride);
+
+  // Token t in an array of (sequence, token, head or group, columns).
+  __device__ __forceinline__ Bytes token_in(Bytes array, int sequence_bytes, unsigned index,
+                                            int index_bytes, int t, int token_bytes) const {
+    const Bytes first = behind(behind(array, sequence, sequence_bytes), index, index_bytes);
+    return kTokens == 1 ? first : behind(first, token(t), token_bytes);
   }
-  // Long rings go by their live rows instead of by places, and wait for the first one's.
-  __device__ __forceinline__ int first_place() const {
-    return min(max(*ring_start_of(params, request.slot), 0), params.ring_buffer_len - 1);
+  __device__ __forceinline__ Bytes C_of_token(int t) const {
+    return token_in(bytes_of(params.C), params.C_sequence_bytes, group, params.C_group_bytes, t,
+                    params.C_token_bytes);
+  }
+  __device__ __forceinline__ Bytes x_of_token(int t) const {
+    return token_in(bytes_of(params.x), params.x_sequence_bytes, head, params.x_head_bytes, t,
+                    params.x_token_bytes);
+  }
+
+  // Long rings go by their live rows instead of by places, and wait for the first one's: where row
+  // r lies.
+  __device__ __forceinline__ int place_of(int r) const {
+    const int first = ptx::ld_global_u32(ring_start_of_slot());
+    return ring_row(min(max(first, 0), params.ring_buffer_len - 1), r, params.ring_buffer_len);
+  }
+  __device__ __forceinline__ Bytes ring_start_of_slot() const {
+    return behind(bytes_of(params.ring_start), request.slot, params.ring_start_bytes);
+  }
+  __device__ __forceinline__ Bytes live_rows_of_slot() const {
+    return behind(bytes_of(params.prev_num_accepted_tokens), request.slot,
+                  params.prev_num_accepted_tokens_bytes);
+  }
+  // As `set_window` does.
+  __device__ __forceinline__ void find_window(int start, int live) {
+    bool forced = false;
+    if (has(kForcedFlushes)) {
+      ptx::aside(
+          [&] { forced = params.force_flush[request.row * params.force_flush_stride] != 0; });
+    }
+    set_window(params, request, start, live, forced);
+  }
+
+  // For the fold: the window, and what each old row weighs.
+  __device__ __forceinline__ void prepare_flush(float A) const {
+    const Window& window = request.window;
+    if (lane == 0) shared.start = window.start, shared.live = window.live;
+    float dt = 0.0f;
+    if (lane < window.live) {
+      const int place = ring_row(window.start, lane, params.ring_buffer_len);
+      dt = dt_ring(params, request.slot, head)[row_offset(place, params.dt_cache_row_stride)];
+    }
+    put_fold_weights(shared.fold_weights, Decays(dt, A));
+  }
+
+  // Whether a sequence without tokens flushes.
+  __device__ __forceinline__ int run_without_tokens() {
+    find_window(*reinterpret_cast<const int*>(ring_start_of_slot()),
+                *reinterpret_cast<const int*>(live_rows_of_slot()));
+    if (request.window.flush && threadIdx.x < 32) {
+      prepare_flush(convert::load_float(params.A, head * params.A_stride, params.A_type));
+    }
+    return request.window.flush;
   }
 };
 

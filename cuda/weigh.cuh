@@ -1,261 +1,257 @@
 // Weight warps of the small form: what each row of a step weighs in each output, and the new rows
-// of the rings. Eight lanes have a row of the ring or a new token.
+// of the rings. A warp has eight rows, as columns of products of C and B on tensor cores.
 #pragma once
 #include "small.cuh"
-#include "step.cuh"
 
 namespace replay {
+
+constexpr int kRowsOfWeightWarp = 8;
+constexpr int kWeightWarps = kStepRows / kRowsOfWeightWarp;
 
 template <class Act, int kDstate, int kTokens>
 struct WeightWarp : Block<kTokens> {
   using Base = Block<kTokens>;
-  using Base::first_row, Base::request, Base::token, Base::ring_offset;
-  using Base::params, Base::shared, Base::warp, Base::row, Base::lane, Base::head, Base::group;
-  using Pieces = RowPieces<Act, kDstate>;
+  using Base::first_row, Base::request, Base::token, Base::has;
+  using Base::params, Base::shared, Base::warp, Base::lane, Base::head, Base::group;
+  static constexpr int kPieces = kDstate * sizeof(Act) / 64;  // of four lanes, 16 bytes each
+  static_assert(kFirstToken<kTokens> >= kStepRows - kRowsOfWeightWarp,
+                "the last warp has them all");
 
-  __device__ __forceinline__ explicit WeightWarp(const Base& block) : Base(block) {}
+  const int rows;  // the first of the warp's
 
-  // Rows of a ring but for the slot: the lane's own one of B and dt, and every eighth of dt.
-  struct RingRows {
-    const Act* B;
-    const float *dt, *every_eighth[kRowsOfLane];
-  };
+  __device__ __forceinline__ explicit WeightWarp(const Base& block)
+      : Base(block), rows(kRowsOfWeightWarp * (warp - params.state_warps)) {}
 
-  // A row of the step, of the ring or a token: `behind` is the sum of dt of the live ring rows
-  // after it, or of all of them.
-  struct Row {
-    int index, token;  // negative: of the ring
-    bool live;
-    float dt, behind;
-  };
+  // Lane 4 g + t brings its share of row g's B and of the C of a token, and gets the products of
+  // that token with rows 2 t and 2 t + 1. It goes on with one of the two.
+  __device__ __forceinline__ int g() const { return lane >> 2; }
+  __device__ __forceinline__ int t() const { return lane & 3; }
+  __device__ __forceinline__ int token_of_lane() const { return g() & (kTokens - 1); }
+  __device__ __forceinline__ bool second_row() const { return (g() & kTokens) != 0; }
+  __device__ __forceinline__ bool is_last_warp() const {
+    return rows == kStepRows - kRowsOfWeightWarp;
+  }
 
-  // What the lane asks for: `new_dt` of its token, `ring_dt` of every eighth row, `dt` of its own.
+  // What the lane asks for: one of dt, dt_bias, A and D as lane t, and dt of the ring row that it
+  // stands for.
   struct Inputs {
-    uint4 B[Pieces::kCount], C[kTokens][Pieces::kCount], x;
-    uint32_t A, D, dt_bias, new_dt;
-    float dt, ring_dt[kRowsOfLane];
+    uint4 B[kPieces], C[kPieces], x;
+    uint32_t scalar;
+    float dt;
     int start, live;
   };
+  enum Scalar : unsigned { kDt, kDtBias, kA, kD };  // in the order of the record
 
-  // If row 0 lies at place `first`. The row of a new token is the token.
-  __device__ __forceinline__ RingRows find_rows(int first, const Row& mine) const {
-    const float* dt = dt_ring(params, 0, head);
-    RingRows rows;
-    rows.B =
-        B_ring<Act>(params, 0, group) + ring_offset(first, mine.index, params.B_cache_row_stride);
-    if (mine.token >= 0) rows.B = B_of_token<Act>(params, request, group, token(mine.token));
-    rows.B = ptx::computed_now(rows.B + Pieces::kColumns * lane);
-    rows.dt = ptx::computed_now(dt + ring_offset(first, mine.index, params.dt_cache_row_stride));
-#pragma unroll
-    for (int n = 0; n < kRowsOfLane; ++n) {
-      const int r = kLanesOfRow * n + lane;
-      rows.every_eighth[n] =
-          ptx::computed_now(dt + ring_offset(first, r, params.dt_cache_row_stride));
+  __device__ __forceinline__ void ask_for_scalar(Inputs& in) const {
+    const unsigned which = t(), of_type = Base::flags >> which;
+    Bytes from =
+        behind(bytes_of(params.dt, 8 * which), head, field_behind(params.dt_head_bytes, 4 * which));
+    if (which == kDt) {
+      from = behind(from, Base::sequence, params.dt_sequence_bytes);
+      if (kTokens > 1) from = behind(from, token(token_of_lane()), params.dt_token_bytes);
     }
-    return rows;
+    in.scalar = 0;
+    if (of_type & kWideDt) in.scalar = ptx::ld_global_u32(from);
+    if (of_type & kNarrowDt) in.scalar = ptx::ld_global_u16(from);
+  }
+  // As a number; it is that of all lanes with this t.
+  __device__ __forceinline__ float scalar_of_lane(const Inputs& in) const {
+    const bool wide = (Base::flags >> t() & kWideDt) != 0;
+    float v = __uint_as_float(wide ? in.scalar : in.scalar << 16);
+    if (has(kHalfScalars)) {
+      ptx::aside(
+          [&] { v = convert::bits_to_float(in.scalar, field_behind(params.dt_type, 4 * t())); });
+    }
+    return v;
   }
 
-  // The lane has 16 bytes of the block's part of x.
-  __device__ __forceinline__ bool has_x() const { return 8 * lane < Base::rows_of_block(); }
+  // The row of a tile that the lane brings, from the ring or a token; padding of the tile repeats
+  // the last one of the ring.
+  __device__ __forceinline__ int ring_row_of(int r) const { return min(r, params.last_row); }
 
   __device__ __forceinline__ void ask_for_tokens(Inputs& in) const {
-    in.dt_bias = in.new_dt = 0;
-    if (params.dt_bias != nullptr) {
-      in.dt_bias =
-          convert::load_bits(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
-    }
-    if (request.window.q == 0) return;
+    const int t = token_of_lane();
+    const Bytes C = behind(Base::C_of_token(t), this->t(), 16);
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const Act* C = C_of_token<Act>(params, request, group, token(t));
-#pragma unroll
-      for (int n = 0; n < Pieces::kCount; ++n) {
-        in.C[t][n] = Pieces::load(C + Pieces::kColumns * lane, n);
-      }
-    }
-    in.new_dt = convert::load_bits(params.dt,
-                                   dt_of_token(params, request, head, token(Base::token_of_lane())),
-                                   params.dt_type);
+    for (int n = 0; n < kPieces; ++n) in.C[n] = ptx::ld_global_v4(C + 64 * n);
+    ask_for_scalar(in);
   }
 
-  // What is used last.
-  __device__ __forceinline__ void ask_for_rest(Inputs& in, int own) const {
-    in.A = convert::load_bits(params.A, head * params.A_stride, params.A_type);
-    in.D = 0;
-    if (params.D != nullptr) {
-      in.D = convert::load_bits(params.D, head * params.D_stride, params.D_type);
+  // B of the row that the lane brings, of the ring or a token: the record's fields lie alike.
+  __device__ __forceinline__ Bytes find_B(int r) const {
+    const int own = Base::token_of_row(r);
+    const bool of_ring = own < 0;
+    const unsigned i = of_ring ? kBytesToCache : 0;
+    int row = of_ring ? ring_row_of(r) : token(own);
+    if (!has(kByPlace)) {
+      ptx::aside([&] {
+        if (of_ring) row = Base::place_of(row);
+      });
     }
-    if (own >= 0 && own < request.window.q && has_x()) {
-      const Act* x = x_of_token<Act>(params, request, head, token(own)) + first_row;
-      in.x = reinterpret_cast<const uint4*>(x)[lane];
-    }
+    Bytes B = bytes_of(params.B, i);
+    B = behind(B, of_ring ? request.slot : Base::sequence,
+               field_behind(params.B_sequence_bytes, i));
+    B = behind(B, group, field_behind(params.B_group_bytes, i));
+    B = behind(B, row, field_behind(params.B_token_bytes, i));
+    return behind(B, t(), 16);
+  }
+  using Record = CheckpointingSsuParams;
+  static constexpr unsigned kBytesToCache = 24;  // in the record, from B to B_cache
+  static_assert(__builtin_offsetof(Record, B_cache) - __builtin_offsetof(Record, B) ==
+                    kBytesToCache,
+                "B_cache lies right behind B");
+
+  // The lane's piece of the block's part of x of a token, 16 bytes.
+  __device__ __forceinline__ int token_of_x() const { return lane >> 3; }
+  __device__ __forceinline__ bool has_x() const {
+    return (token_of_x() < (kTokens == 1 ? 1 : request.window.q)) &
+           (8 * (lane & 7) < Base::rows_of_block());
+  }
+  __device__ __forceinline__ int bytes_of_x() const {
+    return first_row * static_cast<int>(sizeof(Act)) + 16 * (lane & 7);
   }
 
-  __device__ __forceinline__ void ask_for_slot(Inputs& in, const RingRows& rows,
-                                               const Row& mine) const {
-    const unsigned slot = request.slot;
-    in.start = ptx::ld_global_u32(ring_start_of(params, slot));
-    in.live = ptx::ld_global_u32(live_rows_of(params, slot));
-    const bool of_ring = mine.token < 0;
-    const Act* B = rows.B + (of_ring ? slot * params.B_cache_slot_stride : 0);
-    if (mine.token < request.window.q) {
-#pragma unroll
-      for (int n = 0; n < Pieces::kCount; ++n) in.B[n] = Pieces::load(B, n);
-    }
-    const int64_t of_slot = slot * params.dt_cache_slot_stride;
-    in.dt = 0.0f;
-    if (of_ring) in.dt = load_float(rows.dt + of_slot);
-#pragma unroll
-    for (int n = 0; n < kRowsOfLane; ++n) {
-      in.ring_dt[n] = 0.0f;
-      if (kLanesOfRow * n + lane < params.ring_rows) {
-        in.ring_dt[n] = load_float(rows.every_eighth[n] + of_slot);
-      }
-    }
-  }
-
-  // dt of the new tokens as it counts.
-  __device__ __forceinline__ void find_new_dt(float (&new_dt)[kTokens], const Inputs& in) const {
-    float dt = convert::bits_to_float(in.new_dt, params.dt_type) +
-               convert::bits_to_float(in.dt_bias, params.dt_bias_type);
-    if (params.dt_softplus) dt = convert::softplus(dt);
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      new_dt[t] = kTokens == 1 ? dt : __shfl_sync(kAllLanes, dt, t, kLanesOfRow);
-    }
-  }
-
-  // Row j of the live ones, where it lies among the ring rows of the step.
+  // Row j of the live ones, where ring row r of the step is.
   __device__ __forceinline__ int live_row(int r) const {
-    const int j = r - (params.by_place ? request.window.start : 0);
-    return j < 0 ? j + params.ring_buffer_len : j;
+    const unsigned j = r - (has(kByPlace) ? request.window.start : 0);
+    return min(j, j + params.ring_buffer_len);
   }
 
-  // The sum of dt over the live rows of the ring behind row j.
-  __device__ __forceinline__ float sum_behind(int j, const Inputs& in) const {
-    float sum[1] = {0.0f};
+  // The sum of dt of the live rows from row j = `lane` on.
+  __device__ __forceinline__ float sums_from(const Inputs& in) const {
+    const unsigned place = lane + (has(kByPlace) ? request.window.start : 0);
+    const float dt = __shfl_sync(kAllLanes, in.dt, min(place, place - params.ring_buffer_len));
+    float sum = lane < request.window.live ? dt : 0.0f;
 #pragma unroll
-    for (int n = 0; n < kRowsOfLane; ++n) {
-      const int i = live_row(kLanesOfRow * n + lane);
-      if (i > j && i < request.window.live) sum[0] += in.ring_dt[n];
+    for (int step = 1; step < kRows; step *= 2) {
+      sum += __shfl_down_sync(kAllLanes, sum, step);  // no row lies behind the sixteenth
     }
-    return sum_of_row(sum, lane);
+    return sum;
   }
 
-  // C_t . B_j for the lane's token.
+  // C_t . B_r of the lane's token and row.
   __device__ __forceinline__ float product(const Inputs& in) const {
-    float sum[kTokens];
+    // An operand of C is two words, of which the first counts beside B's first and third word, the
+    // second beside the others. Four chains of products: one would be waited for.
+    float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      float2 sums = make_float2(0.0f, 0.0f);  // two chains of products
-#pragma unroll
-      for (int n = 0; n < Pieces::kCount; ++n) {
-        const uint32_t B[4] = {in.B[n].x, in.B[n].y, in.B[n].z, in.B[n].w};
-        const uint32_t C[4] = {in.C[t][n].x, in.C[t][n].y, in.C[t][n].z, in.C[t][n].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 b = convert::unpack<Act>(B[i]), c = convert::unpack<Act>(C[i]);
-          sums.x = fmaf(b.x, c.x, sums.x), sums.y = fmaf(b.y, c.y, sums.y);
-        }
-      }
-      sum[t] = sums.x + sums.y;
+    for (int n = 0; n < kPieces; ++n) {
+      const uint4 c = in.C[n], b = in.B[n];
+      mma_of_half(even[0], c.x, c.y, b.x);
+      mma_of_half(odd[0], c.x, c.y, b.y);
+      mma_of_half(even[1], c.z, c.w, b.z);
+      mma_of_half(odd[1], c.z, c.w, b.w);
     }
-    return sum_of_row(sum, lane);
+    const auto sum = [&](int e) {
+      return (even[0][e] + even[1][e]) + (odd[0][2 + e] + odd[1][2 + e]);
+    };
+    return second_row() ? sum(1) : sum(0);
+  }
+  __device__ __forceinline__ static void mma_of_half(float (&d)[4], uint32_t a0, uint32_t a1,
+                                                     uint32_t b) {
+    if constexpr (convert::same<Act, bf16>)
+      ptx::mma_m16n8k8_bf16(d, a0, a1, b);
+    else
+      ptx::mma_m16n8k8_f16(d, a0, a1, b);
   }
 
-  // exp(c_t - c_j) dt_j (C_t . B_j) of the row and the tokens, D with the token's own row. Spans of
-  // time are sums of the dt in between, where nothing cancels.
-  __device__ __forceinline__ void put_weights(const Inputs& in, const Row& mine,
-                                              const float (&new_dt)[kTokens]) {
-    const int own = mine.token, t = Base::token_of_lane(), q = request.window.q;
-    const float of_token = product(in), a = convert::bits_to_float(in.A, params.A_type) * kLog2e;
-    float until = 0.0f, since = 0.0f;  // dt up to t: of all new tokens, of those behind the row
-#pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      if (u <= t) until += new_dt[u];
-      if (u <= t && u > own) since += new_dt[u];
-    }
-    if (lane >= kTokens || t >= q || own >= q) return;
-    float weight = ptx::ex2(a * (own < 0 ? mine.behind + since : since)) * mine.dt * of_token;
+  // exp(c_t - c_r) dt_r (C_t . B_r) of the lane's row and token, D with the token's own row. Spans
+  // of time are sums of the dt in between, where nothing cancels.
+  __device__ __forceinline__ void put_weight(const Inputs& in, float of_token,
+                                             const float (&new_dt)[kTokens], float A, float D) {
+    const int t = token_of_lane(), r = rows + 2 * this->t() + second_row();
+    const int own = Base::token_of_row(r), j = own < 0 ? live_row(r) : -1;
+    const float behind = __shfl_sync(kAllLanes, sums_from(in), j + 1);
+    const float of_row = __shfl_sync(kAllLanes, in.dt, r);
+    const float a = A * kLog2e;
+    const float decay =
+        ptx::ex2(a * (behind + (kTokens == 1 || t == 0 ? new_dt[0] : new_dt[0] + new_dt[1])));
+    float weight = decay * of_row * of_token;
+    const bool seen = own < 0 && j < request.window.live && r <= params.last_row;
+    if (g() >= 2 * kTokens) return;
+    shared.weights[r][t] = seen ? 0.0f + weight : kUnseen;
+    if (own < 0) return;
+    weight = (own == 0 ? new_dt[0] : new_dt[kTokens - 1]) * of_token;
+    if (t > own) weight *= ptx::ex2(a * new_dt[kTokens - 1]);
     if (t == own) {
-      weight += convert::bits_to_float(in.D, params.D_type);
-      shared.decays[t] = ptx::ex2(a * (mine.behind + until));
+      weight += D;
+      shared.decays[t] = decay, shared.flush = request.window.flush;
     }
-    const bool seen = mine.live && own <= t;
-    shared.weights[mine.index][t] = seen ? weight : __uint_as_float(kUnseen);
+    shared.new_weights[own][t] = weight;
   }
 
-  // Writes the row's token behind the live rows: x of the block, and dt and B once.
-  __device__ __forceinline__ void append(const Inputs& in, const Row& of_row) const {
+  // Writes the tokens behind the live rows: x of the block, and dt and B once.
+  __device__ __forceinline__ void append(const Inputs& in, const float (&new_dt)[kTokens]) const {
     const unsigned slot = request.slot;
     const Window& window = request.window;
     const int end = ring_row(window.start, window.live, params.ring_buffer_len);
-    const int place = ring_row(end, of_row.token, params.ring_buffer_len);
+    const auto place = [&](int t) {
+      return kTokens == 1 ? end : ring_row(end, t, params.ring_buffer_len);
+    };
+    const auto row_of = [&](Bytes ring, int slot_bytes, int index, int index_bytes, int t,
+                            int row_bytes) {
+      const Bytes first = behind(behind(ring, index, index_bytes), slot, slot_bytes);
+      return const_cast<unsigned char*>(behind(first, place(t), row_bytes));
+    };
     if (has_x()) {
-      Act* x = x_ring<Act>(params, slot, head) + row_offset(place, params.x_cache_row_stride);
-      reinterpret_cast<uint4*>(x + first_row)[lane] = in.x;
+      unsigned char* x = row_of(bytes_of(params.x_cache), params.x_cache_slot_bytes, head,
+                                params.x_cache_head_bytes, token_of_x(), params.x_cache_row_bytes);
+      *reinterpret_cast<uint4*>(x + bytes_of_x()) = in.x;
     }
     if (first_row > 0) return;
-    if (lane == 0) {
-      dt_ring(params, slot, head)[row_offset(place, params.dt_cache_row_stride)] = of_row.dt;
+    if (lane < (kTokens == 1 ? 1 : window.q)) {
+      unsigned char* dt = row_of(bytes_of(params.dt_cache), params.dt_cache_slot_bytes, head,
+                                 params.dt_cache_head_bytes, lane, params.dt_cache_row_bytes);
+      *reinterpret_cast<float*>(dt) = kTokens > 1 && lane > 0 ? new_dt[kTokens - 1] : new_dt[0];
     }
-    if (head != group * params.heads_per_group) return;
-    Act* B = B_ring<Act>(params, slot, group) + row_offset(place, params.B_cache_row_stride);
+    const int own = Base::token_of_row(rows + g());
+    if (own < 0 || own >= window.q || head != group * params.heads_per_group) return;
+    unsigned char* B = row_of(bytes_of(params.B_cache), params.B_cache_slot_bytes, group,
+                              params.B_cache_group_bytes, own, params.B_cache_row_bytes);
 #pragma unroll
-    for (int n = 0; n < Pieces::kCount; ++n) {
-      reinterpret_cast<uint4*>(B)[kLanesOfRow * n + lane] = in.B[n];
-    }
+    for (int n = 0; n < kPieces; ++n) reinterpret_cast<uint4*>(B)[4 * n + t()] = in.B[n];
   }
 
-  // By one warp, while the outputs are finished.
-  __device__ __forceinline__ void prepare_flush(float A) const {
-    const int j = threadIdx.x & 31;
-    float dt = 0.0f;
-    if (j < request.window.live) {
-      dt = dt_ring(params, request.slot,
-                   head)[ring_offset(request.window.start, j, params.dt_cache_row_stride)];
-    }
-    put_fold_weights(shared.fold_weights, Decays(dt, A));
-  }
-
-  // What the row weighs in all outputs.
-  __device__ __forceinline__ void weigh_row(const Inputs& in, Row& mine) {
-    float new_dt[kTokens];
-    find_new_dt(new_dt, in);
-    set_window(params, request, in.start, in.live);
-    int j = live_row(mine.index);
-    if (mine.token >= 0) j = -1;
-    mine.live = j < request.window.live;
-    mine.dt = mine.token < 0 ? in.dt : mine.token == 0 ? new_dt[0] : new_dt[kTokens - 1];
-    mine.behind = sum_behind(j, in);
-    put_weights(in, mine, new_dt);
-  }
-
-  // Returns the request with its window.
-  __device__ __forceinline__ Request run() {
-    Row mine = {};
-    mine.index = kRowsOfWarp * (warp - params.state_warps) + row;
-    mine.token = mine.index - params.ring_rows;
+  // Whether the sequence flushes.
+  __device__ __forceinline__ int run() {
     Inputs in;
     ask_for_tokens(in);
-    RingRows rows = find_rows(0, mine);
-    ptx::keep_order();
-    if (Base::is_padding()) return request;
-    if (!params.by_place) rows = find_rows(Base::first_place(), mine);
-    ask_for_slot(in, rows, mine);
-    ask_for_rest(in, mine.token);
-    ptx::keep_order();
-    weigh_row(in, mine);
-    const Window& window = request.window;
-    if (threadIdx.x == 32 * params.state_warps) {
-      shared.start = window.start, shared.live = window.live, shared.flush = window.flush;
+    if (is_last_warp() && has_x()) {
+      in.x = ptx::ld_global_v4(Base::x_of_token(token_of_x()) + bytes_of_x());
     }
+    Bytes dt = behind(bytes_of(params.dt_cache), head, params.dt_cache_head_bytes);
+    dt = ptx::computed_now(dt);
+    ptx::keep_order();
+    if (Base::is_padding()) return 0;
+    const Bytes B = find_B(rows + g());
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) in.B[n] = ptx::ld_global_v4(B + 64 * n);
+    int row = ring_row_of(lane);
+    if (!has(kByPlace)) ptx::aside([&] { row = Base::place_of(row); });
+    dt = behind(dt, request.slot, params.dt_cache_slot_bytes);
+    in.dt = load_float(behind(dt, row, params.dt_cache_row_bytes));
+    in.start = ptx::ld_global_u32(Base::ring_start_of_slot());
+    in.live = ptx::ld_global_u32(Base::live_rows_of_slot());
+    ptx::keep_order();
+    const float scalar = scalar_of_lane(in);
+    const auto take = [&](int which, int t) {
+      return __shfl_sync(kAllLanes, scalar, 4 * t + which);
+    };
+    const float bias = take(kDtBias, 0), A = take(kA, 0);
+    float new_dt[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      new_dt[t] = take(kDt, t) + bias;
+      if (has(kSoftplus)) new_dt[t] = convert::softplus(new_dt[t]);
+    }
+    const float of_token = product(in);
+    Base::find_window(in.start, in.live);
+    put_weight(in, of_token, new_dt, A, take(kD, 0));
+    const bool flush = request.window.flush;
     ptx::barrier_arrive<1>(params.threads);
-    if (mine.token >= 0 && mine.token < window.q) append(in, mine);
-    if (window.flush && warp == params.state_warps) {
-      prepare_flush(convert::bits_to_float(in.A, params.A_type));
-    }
-    return request;
+    if (is_last_warp()) append(in, new_dt);
+    if (flush && rows == 0) Base::prepare_flush(A);
+    return flush;
   }
 };
 

@@ -38,6 +38,7 @@ from .plan import (
 )
 from .schedule import Schedule, Step, processor, schedule
 from .scratch import SCRATCH, words_of
+from .small import fill_small
 
 _plans: dict[object, Plan] = {}
 
@@ -185,12 +186,13 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     step = Step(
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
         max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),
+        fill_small(record, v),
     )  # fmt: skip
     launch = schedule(
         format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
     )
     for field, value in launch.fields.items():
-        setattr(record, field, value)
+        setattr(record, field, getattr(record, field) | value if field == "flags" else value)
     return _plan_of_launch(launch, record, x.device, options.enable_pdl)
 
 

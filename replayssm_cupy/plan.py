@@ -37,6 +37,15 @@ def _array(name: str, axes: str | None = None) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p), *((stride, ctypes.c_int64) for stride in names)]
 
 
+def _bytes(name: str, axes: str, others: str = "") -> list[tuple[str, Any]]:
+    """A pointer and, right behind it, 32-bit strides of its axes in bytes, and other fields."""
+    strides = " ".join(f"{name}_{axis}_bytes" for axis in axes.split())
+    return [
+        *_fields(ctypes.c_void_p, name),
+        *_fields(ctypes.c_int32, f"{strides} {others}"),
+    ]
+
+
 _TOKEN_STRIDES = """
     x_batch_stride x_token_stride x_head_stride dt_batch_stride dt_token_stride dt_head_stride
     A_stride B_batch_stride B_token_stride B_group_stride C_batch_stride C_token_stride
@@ -51,35 +60,53 @@ class CheckpointingSsuParams(ctypes.Structure):
     """Pointers, strides in elements, counts and run-time types of ``checkpointing_ssu``."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "slots cu_seqlens"),
-        *_fields(ctypes.c_int64, "slots_stride pad_slot_id"),
+        *_fields(ctypes.c_void_p, "slots"),
         *_fields(
             ctypes.c_int32,
-            """starts_early slots_type npredicted
-            state_warps quads rows_of_block threads ring_rows by_place num_slots""",
+            """flags slots_bytes num_slots pad_slot
+            state_warps rows_of_block last_row inverse_heads_per_group""",
         ),
-        *_fields(ctypes.c_int64, "inverse_heads_per_group"),
-        *_array("C", "batch token group"),
-        *_array("z"),
-        *_array("x", "batch token head"),
-        *_array("state", "slot head"),
-        *_array("state_scale", "slot head"),
-        *_array("x_cache", "slot head row"),
-        *_fields(ctypes.c_int32, "ring_buffer_len head_dim out_type zero_padding"),
-        *_array("out", "batch token head"),
-        *_array("dt_bias", ""),
-        *_fields(ctypes.c_int32, "dt_type A_type D_type dt_bias_type"),
-        *_array("dt", "batch token head"),
-        *_array("B", "batch token group"),
-        *_array("B_cache", "slot group row"),
-        *_array("dt_cache", "slot head row"),
-        *_array("ring_start", ""),
-        *_array("prev_num_accepted_tokens", ""),
-        *_array("A", ""),
-        *_array("D", ""),
+        *_bytes("C", "sequence group token", "head_dim"),
+        *_bytes("state", "slot head"),
+        *_bytes("state_scale", "slot head"),
+        *_bytes("x_cache", "slot head row", "threads"),
+        *_bytes("out", "sequence head token item"),
+        *_fields(ctypes.c_void_p, "dt dt_bias A D"),
+        *_fields(
+            ctypes.c_int32,
+            """dt_head_bytes dt_bias_bytes A_bytes D_bytes dt_type dt_bias_type A_type D_type
+            dt_sequence_bytes dt_token_bytes""",
+        ),
+        *_bytes("B", "sequence group token", "max_window"),
+        *_bytes("B_cache", "slot group row", "ring_buffer_len"),
+        *_bytes("dt_cache", "slot head row", "npredicted"),
+        *_fields(ctypes.c_void_p, "ring_start prev_num_accepted_tokens"),
+        *_fields(ctypes.c_int32, "ring_start_bytes prev_num_accepted_tokens_bytes"),
+        *_bytes("x", "sequence head token", "heads_per_group"),
+        *_fields(ctypes.c_void_p, "cu_seqlens"),
+        *_bytes("z", "sequence head token", "zero_padding"),
+        *_fields(
+            ctypes.c_int64,
+            """slots_stride pad_slot_id
+            C_batch_stride C_token_stride C_group_stride
+            x_batch_stride x_token_stride x_head_stride
+            state_slot_stride state_head_stride
+            state_scale_slot_stride state_scale_head_stride
+            x_cache_slot_stride x_cache_head_stride x_cache_row_stride
+            out_batch_stride out_token_stride out_head_stride
+            dt_batch_stride dt_token_stride dt_head_stride
+            dt_bias_stride A_stride D_stride
+            B_batch_stride B_token_stride B_group_stride
+            B_cache_slot_stride B_cache_group_stride B_cache_row_stride
+            dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
+            ring_start_stride prev_num_accepted_tokens_stride
+            z_batch_stride z_token_stride z_head_stride""",
+        ),
         *_array("force_flush", ""),
-        *_fields(ctypes.c_int32, "max_window dt_softplus heads_per_group nheads"),
-        *_fields(ctypes.c_int64, "z_batch_stride z_token_stride z_head_stride"),
+        *_fields(
+            ctypes.c_int32,
+            "slots_type out_type starts_early dt_softplus",
+        ),
         *_array("rand_seed"),
         *_fields(ctypes.c_int32, "philox_rounds layer"),
         *_array("state_copy", "slot head"),
@@ -94,9 +121,9 @@ class CheckpointingSsuParams(ctypes.Structure):
             ctypes.c_int32,
             """heads_of_item items_of_sequence items_of_group
             heads_of_flush flushes_of_sequence flushes_of_group
-            batch most_listed bytes_of_list bytes_of_share at_group at_head at_outputs at_products
-            at_scales_of_C at_dt at_weights at_scales at_cursors
-            cb_scaled_words cumAdt_vec_words cb_old_words""",
+            nheads batch most_listed bytes_of_list bytes_of_share
+            at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
+            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words""",
         ),
     ]
 

@@ -7,6 +7,7 @@ the end.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntFlag
 from typing import NamedTuple
 
 from .arrays import Device, itemsize
@@ -37,10 +38,29 @@ PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 
 # Of the small form: rows p that a warp takes at once and a block has at most, rows of ring and step
-# that its lanes are there for, and warps that a slab of 8-bit rows may take.
+# that its lanes are there for, and warps that weigh them.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
-STEP_ROWS, FOLDING_WARPS = 24, 8
+STEP_ROWS, WEIGHT_WARPS = 24, 3
+RESIDENT_WARPS = 28, 14  # of a multiprocessor with its registers, dstate up to 128 and beyond
 MOST_SLABS = 6  # of a block in the form by slabs: kMostSlabs
+
+
+class SmallFlag(IntFlag):
+    """`SmallFlag` of cuda/params.cuh."""
+
+    HAS_SLOTS = 1
+    SLOTS_INT64 = 2
+    STARTS_EARLY = 4
+    PACKED = 8
+    SEVERAL_QUADS = 16
+    BY_PLACE = 32
+    GATED = 64
+    WIDE_OUT = 128
+    WIDE_DT = 256
+    NARROW_DT = 4096
+    HALF_SCALARS = 65536
+    SOFTPLUS = 131072
+    FORCED_FLUSHES = 262144
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +85,7 @@ class Step:
     gated: bool
     algorithm: str = "monolith"
     scratch: tuple[int, int, int] | None = None  # words a head, in the order of `SCRATCH`
+    not_small: str | None = None  # what keeps the small form from running
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +124,18 @@ def schedule(
 ) -> Schedule:
     """The form that is faster, or two kernels if they are asked for, if shared memory is there.
 
-    Raises ValueError for a longer ring than kernels count, or if the step does not fit at all.
+    Raises ValueError for a longer ring than kernels count, if the only form that there is cannot
+    run, or if the step does not fit at all.
     """
     if step.ring_buffer_len > MAX_RING_ROWS:
         raise ValueError(
             f"x_cache: expected at most {MAX_RING_ROWS} ring rows, got {step.ring_buffer_len}"
         )
     keys = replay_keys(state_dtype, activation_dtype, dstate, step.tokens)
+    if step.not_small is not None:
+        keys = [key for key in keys if not isinstance(key, SmallCheckpointingSsuKey)]
+        if not keys:
+            raise ValueError(f"{step.not_small} ({state_dtype} states with dstate = {dstate})")
     order = [_schedule(key, step, on) for key in keys]
     if prefers_small(keys[0], step, on):
         order.reverse()
@@ -260,6 +286,10 @@ class Spread(NamedTuple):
     def rows(self) -> int:
         return ROWS_OF_WARP * self.state_warps * self.quads
 
+    @property
+    def warps(self) -> int:
+        return self.state_warps + WEIGHT_WARPS
+
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:
     """`most_quads` of the kernel."""
@@ -269,40 +299,50 @@ def most_quads(key: SmallCheckpointingSsuKey) -> int:
 
 
 def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Spread:
-    """Short blocks while all of them run at once, else more rows that share a block's weights."""
+    """Short blocks, or long ones where those run in fewer waves: their rows share weights."""
+    # All pieces of a slab of codes are folded at once.
+    folding = key.dstate // 32 if key.state_dtype in SCALED_FORMATS else 1
     quads = most_quads(key)
-    short = Spread(8 if step.head_dim % 32 == 0 else 4, 1)
-    if quads == 1 or step.batch * step.nheads * -(-step.head_dim // short.rows) <= 2 * on.count:
-        return short
     parts = -(-step.head_dim // MOST_ROWS_OF_BLOCK)
     rows = -(-step.head_dim // parts // SLAB) * SLAB
-    return Spread(rows // (ROWS_OF_WARP * quads), quads)
+    short = [Spread(8, 1)] if step.head_dim % 32 == 0 else [Spread(4, 1), Spread(8, 1)]
+    long = [Spread(rows // (ROWS_OF_WARP * quads), quads)] if quads > 1 else []
+    possible = [spread for spread in short + long if spread.warps >= folding]
+
+    def waves(spread: Spread) -> int:
+        blocks = step.batch * step.nheads * -(-step.head_dim // spread.rows)
+        return -(-blocks // (on.count * (RESIDENT_WARPS[key.dstate > 128] // spread.warps)))
+
+    return min(possible, key=waves)
 
 
 def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """A block has some rows of one head: warps that read the state, and warps that weigh rows.
 
-    The latter have a row of the ring or a token for every eight lanes. A ring with more rows than
-    that goes by its live ones.
+    A ring with more rows than the latter take goes by its live ones.
     """
     by_place = step.ring_buffer_len + step.tokens <= STEP_ROWS
-    ring_rows = step.ring_buffer_len if by_place else step.max_window
     spread = spread_small(key, step, on)
-    weight_warps = max(
-        -(-(ring_rows + step.tokens) // ROWS_OF_WARP), FOLDING_WARPS - spread.state_warps
-    )
+    flags = SmallFlag.BY_PLACE if by_place else SmallFlag(0)
+    if spread.quads > 1:
+        flags |= SmallFlag.SEVERAL_QUADS
     fields = {
+        "flags": int(flags),
         "state_warps": spread.state_warps,
-        "quads": spread.quads,
         "rows_of_block": spread.rows,
-        "threads": 32 * (spread.state_warps + weight_warps),
-        "ring_rows": ring_rows,
-        "by_place": int(by_place),
-        "inverse_heads_per_group": inverse(step.heads_per_group),
+        "threads": 32 * spread.warps,
+        "last_row": (step.ring_buffer_len if by_place else step.max_window) - 1,
+        "inverse_heads_per_group": -(-(1 << 31) // step.heads_per_group),
     }
     grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
-    words = key.token_tiles * (STEP_ROWS + 1) + SLAB + 4 + 8 * MOST_ROWS_OF_BLOCK + 3  # `Shared`
-    return Schedule(key, grid, fields["threads"], _round_up(4 * words, 16), fields)
+    return Schedule(key, grid, fields["threads"], _shared_bytes(key.token_tiles), fields)
+
+
+def _shared_bytes(tokens: int) -> int:
+    """Of `Shared` in cuda/small.cuh."""
+    rows = 4 * (tokens * (STEP_ROWS + tokens + 1) + 3)
+    flush = 4 * (SLAB + 4 + 8 * MOST_ROWS_OF_BLOCK)
+    return _round_up(rows, 16) + _round_up(2 * MOST_ROWS_OF_BLOCK * tokens + flush, 16)
 
 
 def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

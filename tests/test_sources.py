@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from replayssm_cupy import ReplaySSMError, compiler, decode, plan
+from replayssm_cupy import ReplaySSMError, compiler, decode, plan, schedule, small
 from replayssm_cupy.keys import AdvanceRingKey, LoadStateKey, every_key
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,8 @@ MAY_IMPORT = {
               "numerics", "plan", "reference", "scratch"},
     "ops": {"arrays", "calls", "checked", "checks", "decode", "decode_checks", "scratch"},
     "decode": {"arrays", "calls", "checked", "checks", "compiler", "decode_checks", "folds",
-               "formats", "keys", "plan", "reference", "schedule", "scratch"},
+               "formats", "keys", "plan", "reference", "schedule", "scratch", "small"},
+    "small": {"arrays", "plan", "schedule"},
     "schedule": {"arrays", "compiler", "keys"},
     "bound_layer": {"calls", "checked", "stack_arrays"},
     "calls": {"arrays", "checked", "checks", "plan"},
@@ -237,9 +238,9 @@ MAY_INCLUDE = {
     "requests.cuh": {"rows.cuh"},
     "step.cuh": {"rows.cuh"},
     "flush.cuh": {"fold.cuh", "step.cuh"},
-    "small.cuh": {"rows.cuh"},
-    "weigh.cuh": {"small.cuh", "step.cuh"},
-    "read_out.cuh": {"small.cuh", "step.cuh"},
+    "small.cuh": {"step.cuh"},
+    "weigh.cuh": {"small.cuh"},
+    "read_out.cuh": {"small.cuh"},
     "prepare.cuh": {"step.cuh"},
     "copied.cuh": {"flush.cuh", "read_copy.cuh"},
 }
@@ -416,6 +417,23 @@ def test_every_stride_of_a_step_is_filled_in():
     assert names == {field for field in fields if field.endswith("_stride")}
     fewer = {field.name for field in STRUCTS["SelectiveStateUpdateParams"]}
     assert {field for field in fewer if field.endswith("_stride")} <= names
+
+
+def test_what_the_small_form_takes_is_filled_in():
+    fields = {field.name for field in STRUCTS["CheckpointingSsuParams"]}
+    taken = {field for field in fields if field.endswith("_bytes")} - {"out_item_bytes"}
+    for packed in (False, True):
+        filled = [
+            small.fields_of_axis(array, axis, packed=packed)
+            for array, axes in small.AXES.items()
+            for axis in axes
+        ]
+        assert set().union(*filled) == taken
+    body = re.search(r"enum SmallFlag : int \{(.*?)\}", PARAMS, flags=re.DOTALL)
+    assert body is not None
+    found = dict(re.findall(r"k(\w+) = (\d+)", body[1]))
+    flags = {flag.name.title().replace("_", ""): str(flag.value) for flag in schedule.SmallFlag}
+    assert found == flags
 
 
 # --- Every instance compiles ---------------------------------------------------------------------

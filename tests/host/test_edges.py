@@ -9,11 +9,23 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import SHAPES, Case, Pools, Step, make_pools, make_step, pool_dtypes, pool_shapes
+from cases import (
+    SHAPES,
+    Case,
+    Pools,
+    Shape,
+    Step,
+    make_pools,
+    make_step,
+    pool_dtypes,
+    pool_shapes,
+)
+from conftest import choose_form
 from oracles import Recurrence, assert_close, relative_l2
 
 from host.launcher import HostLauncher
-from replayssm_cupy import advance_ring, checkpointing_ssu
+from replayssm_cupy import advance_ring, checkpointing_ssu, decode
+from replayssm_cupy.keys import CheckpointingSsuKey, SmallCheckpointingSsuKey
 
 CASE = Case(SHAPES["three-heads-per-group"], npredicted=4, max_window=8, num_slots=2)
 MAP_NORESERVE = 0x4000
@@ -112,14 +124,23 @@ def test_rows_behind_a_large_dt(flush):
         assert_close(pools.state[0], exact.state(0), "float32", "state")
 
 
-@pytest.mark.parametrize("dt", [-80.0, -20.0, -8.0, 0.0, 19.99, 20.01, 90.0, 3e4])
+@pytest.mark.parametrize("dt", [-80.0, -21.7, -8.3, 0.0, 19.99, 20.01, 90.0, 3e4])
 def test_softplus_at_any_dt(dt):
     pools, step = fresh_pools(), replace(unit_step(1, dt), dt_softplus=True)
     out = run(pools, step).astype(np.float64)
     exact = np.logaddexp(0, np.float64(np.float32(dt)))
     row = int(pools.ring_start[0])
-    np.testing.assert_allclose(pools.dt_cache[0, :, row], exact, rtol=1e-5)
+    np.testing.assert_allclose(pools.dt_cache[0, :, row], exact, rtol=5e-7)
     np.testing.assert_allclose(out, exact, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("dt", [np.inf, -np.inf, np.nan])
+def test_softplus_of_no_number(dt):
+    pools, step = fresh_pools(), replace(unit_step(1, dt), dt_softplus=True)
+    run(pools, step)
+    np.testing.assert_array_equal(
+        pools.dt_cache[0, :, int(pools.ring_start[0])], np.logaddexp(0, dt)
+    )
 
 
 @tokens_of_both
@@ -163,25 +184,75 @@ def sparse(shape: tuple[int, ...], dtype: np.dtype, stride: int = 0) -> np.ndarr
     return flat.reshape(shape)
 
 
-@tokens_of_both
-def test_offsets_are_64_bits_wide(tokens):
-    """Two slots and two batch rows more than 2^32 elements apart equal close ones bit for bit."""
+def run_far_and_near(count: int, tokens: int, stride: int = 0) -> list[type]:
+    """Slots and batch rows that are `stride` bytes apart, or more than 2^32 elements, equal close
+    ones bit for bit; the kernels of both.
+    """
+    case = replace(CASE, num_slots=count)
     rng = np.random.default_rng(2)
-    near = make_pools(CASE, rng, fill=True)
-    near.prev_num_accepted_tokens[:] = 2, 8  # the second flushes
+    near = make_pools(case, rng, fill=True)
+    near.prev_num_accepted_tokens[:] = [2, 8, 3][:count]  # the second flushes
     far = replace(near.copy())
-    for name, shape in pool_shapes(CASE).items():
-        setattr(far, name, sparse(shape, pool_dtypes(CASE)[name]))
+    for name, shape in pool_shapes(case).items():
+        dtype = pool_dtypes(case)[name]
+        setattr(far, name, sparse(shape, dtype, stride // dtype.itemsize))
         getattr(far, name)[...] = getattr(near, name)
-    step = make_step(CASE, 2, rng, q=tokens)
+    step = make_step(case, count, rng, q=tokens)
     wide = {name: getattr(step, name) for name in ("x", "dt", "B", "C", "z")}
     for name, array in wide.items():
-        wide[name] = sparse(array.shape, array.dtype)
+        wide[name] = sparse(array.shape, array.dtype, stride // array.dtype.itemsize)
         wide[name][...] = array
-    np.testing.assert_array_equal(run(far, replace(step, **wide)), run(near, step))
-    for name in pool_shapes(CASE):
+    decode._plans.clear()
+    out = run(far, replace(step, **wide), case)
+    np.testing.assert_array_equal(out, run(near, step, case))
+    for name in pool_shapes(case):
         np.testing.assert_array_equal(getattr(far, name), getattr(near, name))
-    assert relative_l2(near.state[1], make_pools(CASE, np.random.default_rng(2)).state[1]) > 0
+    assert relative_l2(near.state[1], make_pools(case, np.random.default_rng(2)).state[1]) > 0
+    return [type(plan.key) for plan in decode._plans.values()]
+
+
+def test_offsets_are_64_bits_wide():
+    run_far_and_near(2, tokens=4)
+
+
+def test_offsets_of_the_small_form_are_64_bits_wide(monkeypatch):
+    """Its strides have 32 bits: beyond those, another form does the step."""
+    choose_form(monkeypatch, "small")
+    assert run_far_and_near(3, 1, 2**32 - 2**12) == [SmallCheckpointingSsuKey] * 2
+    choose_form(monkeypatch, "stream")  # whose sums are in another order
+    assert run_far_and_near(2, 1) == [CheckpointingSsuKey] * 2
+
+
+def test_the_small_form_takes_strides_of_32_bits(monkeypatch):
+    choose_form(monkeypatch, "small")
+    case = replace(CASE, state_dtype="bfloat16")
+    pools = make_pools(case, np.random.default_rng(3), fill=True)
+    step = make_step(case, 2, np.random.default_rng(3), q=1)
+    wide = sparse(pools.x_cache.shape, pools.x_cache.dtype)
+    wide[...] = pools.x_cache
+    run(replace(pools.copy(), x_cache=wide), step, case)
+    run(pools, step, case)
+    keys = [type(plan.key) for plan in decode._plans.values()]
+    assert keys == [CheckpointingSsuKey, SmallCheckpointingSsuKey]
+    alone = Case(Shape("wide", 2, 1, 64, 256), 1, 8, "int8", num_slots=2)
+    with np.errstate(invalid="ignore"):  # codes that start as NaN
+        pools = make_pools(alone, np.random.default_rng(4), fill=True)
+    step = make_step(alone, 2, np.random.default_rng(4))
+    given = replace(pools, x_cache=sparse(pools.x_cache.shape, pools.x_cache.dtype))
+    message = r"x_cache: expected strides .* below 4 GiB, got \d+ bytes \(int8 states with dstate"
+    with pytest.raises(ValueError, match=message):
+        run(given, step, alone, state_scale=np.ones((2, 2, 64), np.float32))
+
+
+def test_strides_of_single_rows_do_not_matter(monkeypatch):
+    """The only token of a step may have a stride of any length."""
+    choose_form(monkeypatch, "small")
+    pools = make_pools(CASE, np.random.default_rng(5), fill=True)
+    step = make_step(CASE, 2, np.random.default_rng(5), q=1)
+    strides = (step.B.strides[0], -(2**40), *step.B.strides[2:])
+    odd = replace(step, B=np.lib.stride_tricks.as_strided(step.B, step.B.shape, strides))
+    np.testing.assert_array_equal(run(pools.copy(), odd), run(pools, step))
+    assert {type(plan.key) for plan in decode._plans.values()} == {SmallCheckpointingSsuKey}
 
 
 def test_random_bits_of_slots_far_apart_differ():
@@ -258,6 +329,36 @@ def test_slots_have_64_bits(tokens):
     np.testing.assert_array_equal(out[:1], expected)
     for name, array in pools.arrays().items():
         np.testing.assert_array_equal(getattr(alone, name), array)
+
+
+@tokens_of_both
+def test_padding_may_have_the_number_of_a_slot(tokens):
+    rng = np.random.default_rng(10)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 2, rng, q=tokens, slots=np.array([1, 0], np.int32))
+    before = pools.copy()
+    out = run(pools, replace(step, pad_slot_id=1))
+    assert not out[0].astype(np.float32).any() and out[1].astype(np.float32).any()
+    for name, array in before.arrays().items():
+        np.testing.assert_array_equal(getattr(pools, name)[1], array[1])
+
+
+@tokens_of_both
+@pytest.mark.parametrize("first", range(3))
+def test_numbers_of_a_head_have_types_of_their_own(tokens, first):
+    """Numbers that all three types hold give the same bits in each of them."""
+    rng = np.random.default_rng(11)
+    pools = make_pools(CASE, rng, fill=True)
+    step = make_step(CASE, 2, rng, q=tokens)
+    names = ("dt", "A", "D", "dt_bias")
+    short = {n: (np.round(8 * getattr(step, n)) / 8).astype(np.float32) for n in names}
+    types = (np.float32, ml_dtypes.bfloat16, np.float16)
+    typed = {n: short[n].astype(types[(first + i) % 3]) for i, n in enumerate(names)}
+    other = pools.copy()
+    out = run(pools, replace(step, **short))
+    np.testing.assert_array_equal(run(other, replace(step, **typed)), out)
+    np.testing.assert_array_equal(other.dt_cache, pools.dt_cache)
+    assert np.isfinite(out.astype(np.float32)).all() and typed["A"].any()
 
 
 def every_second(array: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from replayssm_cupy.keys import (
     SlabCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
 )
-from replayssm_cupy.schedule import STEP_ROWS, Processor, Spread, most_quads
+from replayssm_cupy.schedule import STEP_ROWS, Processor, SmallFlag, Spread, most_quads
 
 KEYS = {
     "stream": CheckpointingSsuKey,
@@ -170,10 +170,17 @@ def test_long_rings(in_form, dtype, tokens):
     rng = np.random.default_rng(tokens)
     pools, step = full_pools(case, rng), make_step(case, 6, rng)
     small, stream = (in_form(form, case, pools, step) for form in ("small", "stream"))
-    assert not (small[2].record.by_place and tokens <= 2)
+    assert not (tokens <= 2 and small[2].record.flags & SmallFlag.BY_PLACE)
     assert_stored_alike(small, stream)
     for run in (small, stream):
         assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
+    # A stray cursor is held inside the ring.
+    pools.ring_start[:] = case.ring_buffer_len - 1
+    inside = in_form("small", case, pools, step)
+    pools.ring_start[:] = 10**9
+    stray = in_form("small", case, pools, step)
+    stray[1].ring_start[:] = inside[1].ring_start
+    assert_same(stray, inside)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 11])
@@ -187,7 +194,7 @@ def test_forms_agree(in_form, dtype, tokens):
     dense = make_step(case, BATCH, rng, slots=slots)
     lens = rng.integers(0, tokens + 1, BATCH)
     ragged, ends = in_a_row(dense, lens)
-    lengths = {"cu_seqlens": ends, "max_seqlen": tokens}
+    lengths = {"cu_seqlens": ends, "max_seqlen": tokens, "force_flush": np.arange(BATCH) % 3 == 0}
     if dtype != "float32":
         lengths["rand_seed"] = np.array([8])
     exact = exact_outputs(pools, dense)

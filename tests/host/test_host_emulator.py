@@ -100,7 +100,8 @@ def fragment_a(matrix):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_collectives(order, dtype):
+@pytest.mark.parametrize("columns", [16, 8])
+def test_collectives(order, dtype, columns):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
     d = rng.standard_normal((16, 8)).astype(np.float32)
@@ -110,9 +111,11 @@ def test_collectives(order, dtype):
     square = rng.integers(0, 2**16, (8, 8), dtype=np.uint16)
     matrix, shuffled = square.copy(), np.zeros((6, 32), np.int32)
     record = CollectiveParams(*(v.ctypes.data for v in (*registers, matrix, shuffled)))
-    kernel = f"collectives<{'true' if dtype is ml_dtypes.bfloat16 else 'false'}>"
+    is_bf16 = "true" if dtype is ml_dtypes.bfloat16 else "false"
+    kernel = f"collectives<{is_bf16}, {columns}>"
     launcher(order).run("toy.cu", kernel, (1, 1, 1), (32, 1, 1), 0, record)
     got = registers[2].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+    a, b = a[:, :columns], b[:columns]
     want = d.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_array_equal(got, want.astype(np.float32))
     np.testing.assert_array_equal(matrix, square.T)

@@ -67,6 +67,13 @@ inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
   mma_m16n8k16<decode_f16>("mma.m16n8k16.f16", d, a, b0, b1);
 }
 
+inline void mma_m16n8k8_bf16(float (&d)[4], unsigned a0, unsigned a1, unsigned b) {
+  mma_m16n8k16_bf16(d, {a0, a1, 0, 0}, b, 0);
+}
+inline void mma_m16n8k8_f16(float (&d)[4], unsigned a0, unsigned a1, unsigned b) {
+  mma_m16n8k16_f16(d, {a0, a1, 0, 0}, b, 0);
+}
+
 // The 8x8 matrix of 16-bit elements spread over a warp, transposed.
 inline uint32_t movmatrix(uint32_t row) {
   const emu::Slots slots = emu::meet(~0u, "movmatrix", &row, sizeof row);
@@ -83,6 +90,8 @@ inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_
 inline unsigned ld_global_u16(const void* p) { return *static_cast<const uint16_t*>(p); }
 inline uint2 ld_global_v2(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
+inline void st_global_u32(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
+inline void st_global_u16(void* p, unsigned v) { *static_cast<unsigned short*>(p) = v; }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 inline uint32_t ld_relaxed_gpu_u32(const void* p) { return ld_global_u32(p); }
 // A read, so that AddressSanitizer sees where it goes.
@@ -101,10 +110,17 @@ inline uint4 load_shared16(smem_t address) { return *reinterpret_cast<const uint
 inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
 
+template <class Rare>
+inline void aside(Rare rare) {
+  rare();
+}
 inline unsigned zero_of_lane() { return 0; }
-inline void known_now(float v) {}
+inline unsigned zero_behind(unsigned bits) { return bits & zero_of_lane(); }
 inline void keep_order() {}
 inline long long mul_wide(int a, int b) { return static_cast<long long>(a) * b; }
+inline const unsigned char* mad_wide(unsigned a, unsigned b, const unsigned char* p) {
+  return p + uint64_t{a} * b;
+}
 template <class T>
 inline T* computed_now(T* p) {
   return p;

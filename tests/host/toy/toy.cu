@@ -82,17 +82,19 @@ struct CollectiveParams {
   int* shuffled;     // (6, 32)
 };
 
-template <bool kBfloat16>
+// The product of all columns of A, or of the first eight.
+template <bool kBfloat16, int kColumns>
 __global__ void collectives(const __grid_constant__ CollectiveParams params) {
   const int lane = threadIdx.x;
   uint32_t a[4];
   float d[4];
   for (int i = 0; i < 4; ++i) a[i] = params.a[4 * lane + i], d[i] = params.d[4 * lane + i];
   const uint32_t b0 = params.b[2 * lane], b1 = params.b[2 * lane + 1];
-  if (kBfloat16)
-    ptx::mma_m16n8k16_bf16(d, a, b0, b1);
-  else
-    ptx::mma_m16n8k16_f16(d, a, b0, b1);
+  if (kColumns == 8) {
+    kBfloat16 ? ptx::mma_m16n8k8_bf16(d, a[0], a[1], b0) : ptx::mma_m16n8k8_f16(d, a[0], a[1], b0);
+  } else {
+    kBfloat16 ? ptx::mma_m16n8k16_bf16(d, a, b0, b1) : ptx::mma_m16n8k16_f16(d, a, b0, b1);
+  }
   for (int i = 0; i < 4; ++i) params.d[4 * lane + i] = d[i];
   params.matrix[lane] = ptx::movmatrix(params.matrix[lane]);
   int* out = params.shuffled + lane;
