@@ -95,11 +95,7 @@ struct WeightWarp : Block<kTokens> {
     B = behind(B, row, field_behind(params.B_token_bytes, i));
     return behind(B, t(), 16);
   }
-  using Record = CheckpointingSsuParams;
   static constexpr unsigned kBytesToCache = 24;  // in the record, from B to B_cache
-  static_assert(__builtin_offsetof(Record, B_cache) - __builtin_offsetof(Record, B) ==
-                    kBytesToCache,
-                "B_cache lies right behind B");
 
   // The lane's piece of the block's part of x of a token, 16 bytes.
   __device__ __forceinline__ int token_of_x() const { return lane >> 3; }
