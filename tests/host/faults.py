@@ -70,10 +70,14 @@ EDITS = {
         ("flush one token early", "+ q > max_window;", "+ q >= max_window;"),
         (
             "wrap subtraction dropped",
-            "return row >= ring_buffer_len ? row - ring_buffer_len : row;",
+            "return min(row, row - static_cast<unsigned>(ring_buffer_len));",
             "return row;",
         ),
-        ("wrap one row late", "row >= ring_buffer_len ?", "row > ring_buffer_len ?"),
+        (
+            "wrap one row late",
+            "row - static_cast<unsigned>(ring_buffer_len))",
+            "row - static_cast<unsigned>(ring_buffer_len + 1))",
+        ),
         ("pad slot test dropped", " && low != pad ? low", " ? low"),
         ("slot upper bound dropped", "static_cast<unsigned>(params.num_slots)", "0x7fffffffu"),
         ("upper half of a slot dropped", "real && high == 0 &&", "real &&"),
@@ -237,7 +241,7 @@ EDITS = {
             "max(min(j, window.rows() - 1), 0) - window.old_rows()",
             "j - window.old_rows()",
         ),
-        ("z of every token is the first one's", "from, params.z_token_stride,", "from, 0,"),
+        ("z of every token is the first one's", "(z), params.z_token_stride", "(z), 0"),
         (
             "half of a slab's copies from its start",
             "slab + 16 * kThreads * i);",
@@ -245,8 +249,8 @@ EDITS = {
         ),
         (
             "odd rows swapped on one side",
-            "const int swap = kSwapped ? lane.g & 1 : 0;",
-            "const int swap = 0;",
+            "const unsigned swap = kSwapped ? lane.g & 1 : 0;",
+            "const unsigned swap = 0;",
         ),
         (
             "piece of row g + 8 read as row g",
@@ -332,12 +336,12 @@ EDITS = {
         ),
         (
             "rows of a slab behind the head handed on",
-            "if (k > 0 && first_row + k * kRows >= head_dim) break;",
-            "",
+            "k > 0 && first_row + k * kRows >= head_dim ? 0 : window.q",
+            "window.q",
         ),
-        ("A of the first head", "head * params.A_stride", "0"),
-        ("D of the first head", "head * params.D_stride", "0"),
-        ("new dt with the bias of the first head", "head * params.dt_bias_stride", "0"),
+        ("A of the first head", "? params.A_stride", "? 0"),
+        ("D of the first head", "? params.D_stride", "? 0"),
+        ("new dt with the bias of the first head", ": params.dt_bias_stride;", ": 0;"),
         (
             "A, D and dt_bias of the item's first head",
             "head += min(lane.index % kHeadsOfItem, heads - 1);",
@@ -361,7 +365,11 @@ EDITS = {
         ),
         ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 4", "(j & 6) * 4"),
         ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
-        ("C scaled for four tokens only", "first < q; first += 4", "first < min(q, 4); first += 4"),
+        (
+            "C scaled for four tokens only",
+            "first < q; first += kRowsAtOnce",
+            "first < min(q, 4); first += kRowsAtOnce",
+        ),
         (
             "words y and w of a 16-bit state not read out",
             "even[h][tile][e] + odd[h][tile][2 + e]",
@@ -385,7 +393,8 @@ EDITS = {
             "acc[tile][i] += 0.0f;",
         ),
         ("gate of the token before", "silu(of_tokens.y)", "silu(of_tokens.x)"),
-        ("codes of row g + 8 scaled as row g", "scale[lane.g + 8 * (i >> 1)]", "scale[lane.g]"),
+        ("codes of row g + 8 scaled as row g", "of_lane[8 * (i >> 1)]", "of_lane[0]"),
+        ("odd tokens decay as even ones", "decay[tile][1] = v.y", "decay[tile][1] = v.x"),
     ],
     "checkpointing_ssu.cu": [
         ("copied: the head's first slab", "copy + first_row / kRows * Slab::kBytes", "copy"),
@@ -406,15 +415,15 @@ EDITS = {
         ),
         (
             "old rows of a flush weigh as the new ones",
-            "weights(i) + weight_shape.old_rows(), tile",
-            "weights(i), tile",
+            "of_head + weight_shape.old_rows(), of_lane",
+            "of_head, of_lane",
         ),
         (
             "32-bit slot offset",
             "(params.state) + slot * params.state_slot_stride",
             "(params.state) + int(slot * params.state_slot_stride)",
         ),
-        ("sequences that stay listed as those that flush", "n : n + listed.x", "n : n"),
+        ("sequences that stay listed as those that flush", "    if (!flush) n += listed.x;\n", ""),
         (
             "item of the next group",
             "next.group = group,",
@@ -422,8 +431,8 @@ EDITS = {
         ),
         (
             "last sequence of a list lost",
-            "next.n >= listed.x + listed.y)",
-            "next.n >= listed.x + listed.y - 1)",
+            "if (n >= listed.x + listed.y) return;",
+            "if (n + 1 >= listed.x + listed.y) return;",
         ),
         (
             "first block's items done by all",
@@ -442,8 +451,8 @@ EDITS = {
         ),
         (
             "ring rows of x from row 0 on",
-            "head, of_item.window.start, of_item.window.live",
-            "head, 0, of_item.window.live",
+            "ahead.ring, window.start, window.live",
+            "ahead.ring, 0, window.live",
         ),
         (
             "old dt of the item's first head",
@@ -455,88 +464,90 @@ EDITS = {
             "new_dt.put(dt(0) + first_token(window),",
             "new_dt.put(dt(0) + window.live,",
         ),
+        ("next head's rows over this one's", "    ahead.parity ^= 1;\n", ""),
+        ("every head in the first tile", "--heads, parity ^= 1;", "--heads;"),
         (
-            "next head's rows over this one's",
-            "ptx::opaque(item.head + 1u), parity ^ 1);",
-            "ptx::opaque(item.head + 1u), parity);",
+            "rows behind the first four of a lane left out",
+            "window.live > RingRows::kAtOnce * spread_x.rows || window.q",
+            "window.q",
         ),
-        (
-            "next item's rows over this one's",
-            "take_item(parity ^ 1, of_item",
-            "take_item(parity, of_item",
-        ),
-        ("every head in the first tile", "      parity ^= 1;\n", ""),
+        ("tokens behind the first of a lane left out", "window.q > spread_x.rows ||", ""),
+        ("z not asked for", "                 shape.gated || (", "                 ("),
         (
             "scales of the next head over this one's",
-            "to_smem(scales(parity) + p)",
-            "to_smem(scales(0) + p)",
+            "to_smem(scales(ahead.parity) + lane.index)",
+            "to_smem(scales(0) + lane.index)",
+        ),
+        (
+            "scales of another head read out",
+            "ptx::kept(scales(parity) + lane.g)",
+            "ptx::kept(scales(0) + lane.g)",
+        ),
+        (
+            "scales of rows behind the 64th not asked for",
+            "ahead.more || params.head_dim > 64",
+            "ahead.more",
         ),
         (
             "next item's B before the fold is through",
-            "if (!after_flush) ask_for_group",
-            "ask_for_group",
+            "asks = group_due > (begins ? 0 : folding);",
+            "asks = group_due > 0;",
         ),
         (
             "B asked for late is not waited for",
-            "ptx::cp_async_wait<0>();\n        group_late",
-            "group_late",
+            "      ptx::cp_async_wait<0>();\n      __syncwarp();",
+            "      __syncwarp();",
         ),
         (
             "stage refilled before it is read",
-            "if (any) ask_for_stage(from, first, place);",
-            "if (any) ask_for_stage(from, first, place ^ 1);",
+            "slab(place, i).template copy",
+            "slab(place ^ 1, i).template copy",
         ),
+        ("stages of the item's first head", ", ahead.state += bytes_to_next_head();", ";"),
         (
-            "stages of the item's first head",
-            "      item.state += bytes_to_next_head();\n",
-            "",
-        ),
-        (
-            "next head begins with its second stage",
-            "from += later * kStageBytes;",
-            "from += (later + 1) * kStageBytes;",
+            "stages of a head in another order",
+            "ptx::mad_wide(ahead.stage, kStageBytes",
+            "ptx::mad_wide(ahead.stage ^ 1u, kStageBytes",
         ),
         (
             "slab that is not there read",
-            "if (i == 0 || (s * kStageSlabs + i) * kRows < params.head_dim)",
+            "if (i == 0 || (ahead.stage * kStageSlabs + i) * kRows < params.head_dim)",
             "if (true)",
         ),
-        ("stage not waited for", "ptx::cp_async_wait<kStages - 1>();", ""),
+        ("stage not waited for", "ptx::cp_async_wait<kStages - 1 + kMore>();", ""),
         (
             "stage waited for one group too few",
-            "ptx::cp_async_wait<kStages - 1>();",
-            "ptx::cp_async_wait<kStages>();",
+            "ptx::cp_async_wait<kStages - 1 + kMore>();",
+            "ptx::cp_async_wait<kStages + kMore>();",
         ),
         (
             "lanes wait for their own copies only",
-            "ptx::cp_async_wait<kStages - 1>();\n    __syncwarp();",
-            "ptx::cp_async_wait<kStages - 1>();",
+            "ptx::cp_async_wait<kStages - 1 + kMore>();\n    __syncwarp();",
+            "ptx::cp_async_wait<kStages - 1 + kMore>();",
+        ),
+        (
+            "rows of a group not waited for",
+            "if (asks && !begins) {",
+            "if (!begins || group_due == 0) {",
         ),
         (
             "outputs stored before all are there",
-            "      __syncwarp();\n      for (int t = spread_x.row",
-            "      for (int t = spread_x.row",
+            "void finish_head() {\n    __syncwarp();\n",
+            "void finish_head() {\n",
         ),
         (
             "outputs of the first tokens only",
-            "t < window.q; t += spread_x.rows",
-            "t < min(window.q, spread_x.rows); t += spread_x.rows",
+            "t < request.window.q; t += spread_x.rows",
+            "t < min(request.window.q, spread_x.rows); t += spread_x.rows",
         ),
-        (
-            "heads share the weights of the first",
-            "of_head(weights(i), weight_shape",
-            "of_head(weights(0), weight_shape",
-        ),
+        ("outputs of all heads in the first one's place", "out += params.out_head_stride, ", ""),
+        ("heads share the weights of the first", ", of_head += weight_shape.words();", ";"),
         (
             "folded heads share the weights of the first",
-            "slab(place, k), weights(i), tile",
-            "slab(place, k), weights(0), tile",
+            "of_head + weight_shape.fold()",
+            "weights(0) + weight_shape.fold()",
         ),
-        (
-            "scale of the first slab read out",
-            "scales(parity) + first + k * kRows, lane",
-            "scales(parity), lane",
-        ),
+        ("scale of the first slab read out", "of_scales + first + k * kRows", "of_scales"),
         (
             "scale of the first slab folded",
             "decode = scales(parity) + row;",
@@ -544,13 +555,13 @@ EDITS = {
         ),
         (
             "scale of the first slab stored",
-            "scale_of(of_item, item.head) + row;",
-            "scale_of(of_item, item.head) + lane.g;",
+            "target.scale = scale_of(slot, head) + row;",
+            "target.scale = scale_of(slot, head) + lane.g;",
         ),
         (
             "one slab of a stage flushed",
-            "#pragma unroll 1\n        for (int k = 0; k < kStageSlabs;",
-            "#pragma unroll 1\n        for (int k = 0; k < 1;",
+            "#pragma unroll 1\n      for (int k = 0; k < kStageSlabs;",
+            "#pragma unroll 1\n      for (int k = 0; k < 1;",
         ),
         (
             "sequences beyond one list dropped",
@@ -568,14 +579,10 @@ EDITS = {
             "params, listed);",
         ),
         ("padding always zeroed", "if (params.zero_padding) zero_padding", "zero_padding"),
-        (
-            "scratch read before it is there",
-            "take_item(0, kPrepared);",
-            "take_item(0, false);",
-        ),
+        ("scratch read before it is there", "folding = kPrepared,", "folding = 0,"),
         (
             "scratch not waited for",
-            "if constexpr (kPrepared) ptx::grid_dependency_wait();",
+            "        if (kPrepared && begins) ptx::grid_dependency_wait();\n",
             "",
         ),
         (
@@ -612,8 +619,8 @@ EDITS = {
     "prepare.cuh": [
         (
             "dead dt folded",
-            "live = row < window.live || (token",
-            "live = row < first_token(window) || (token",
+            "live = (row < window.live) | new_row",
+            "live = (row < first_token(window)) | new_row",
         ),
         ("every second head of a flush prepared", "first += window.flush ? 1 : 2)", "first += 2)"),
         (
@@ -699,8 +706,8 @@ EDITS = {
         ),
         (
             "precompute: stored before the weights are there",
-            "make_weights(new_dt, constant);\n  __syncwarp();",
-            "make_weights(new_dt, constant);",
+            "make_weights(new_dt, constants.value());\n  __syncwarp();",
+            "make_weights(new_dt, constants.value());",
         ),
         (
             "precompute: begun before the kernel ahead has ended",
