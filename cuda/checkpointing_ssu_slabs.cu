@@ -127,8 +127,8 @@ struct Head {
     }
   }
 
-  // Starts the copies of all rows of a ring, four at once. `from` is the thread's piece of its
-  // first row, `place` where that of a row goes.
+  // Starts the copies of all rows of a ring, of which none wraps, four at once. `from` is the
+  // thread's piece of its first row, `place` where that of a row goes.
   template <class Place>
   __device__ __forceinline__ void copy_ring(const Act* from, int64_t stride, const Spread& spread,
                                             Place place) const {

@@ -149,7 +149,17 @@ __device__ __forceinline__ void fold_slab(Target<State, kDstate>& target, const 
   }
 }
 
-// The same for an 8-bit state, a row of which is encoded when all of it is known. `scales` decode
+// Piece J of rows g and g + 8 of an 8-bit state with the old rows folded in.
+template <class State, class Act, class Pieces>
+__device__ __forceinline__ void fold_codes(float2 (&folded)[2][8], int J, const Pieces& pieces,
+                                           const uint4* operands, const float (&decay)[2],
+                                           const Fold<State>& fold) {
+  fold_piece<State, Act>(
+      folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
+      [&](int q) { return operands[128 * J + 16 * q]; }, decay, fold);
+}
+
+// `fold_slab` of an 8-bit state, a row of which is encoded when all of it is known. `scales` decode
 // row g and, 8 behind, row g + 8 as they were.
 template <class State, class Act, int kDstate, class Pieces>
 __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
@@ -162,9 +172,7 @@ __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
 #pragma unroll
   for (int J = 0; J < kDstate / 64; ++J) {
     float2 folded[2][8];
-    fold_piece<State, Act>(
-        folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
-        [&](int q) { return operands[128 * J + 16 * q]; }, decay, fold);
+    fold_codes<State, Act>(folded, J, pieces, operands, decay, fold);
 #pragma unroll
     for (int q = 0; q < 8; ++q) {
       rows[0][8 * J + q] = folded[0][q], rows[1][8 * J + q] = folded[1][q];
@@ -181,16 +189,11 @@ __device__ __forceinline__ void fold_scaled_twice(const Target<State, kDstate>& 
                                                   const Lane& lane) {
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
   const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
-  const auto fold_one = [&](float2(&folded)[2][8], int J) {
-    fold_piece<State, Act>(
-        folded[0], folded[1], pieces.load(0, J), pieces.load(1, J),
-        [&](int q) { return operands[128 * J + 16 * q]; }, decay, fold);
-  };
   float amax[2] = {0.0f, 0.0f};
 #pragma unroll 1
   for (int J = 0; J < kDstate / 64; ++J) {
     float2 folded[2][8];
-    fold_one(folded, J);
+    fold_codes<State, Act>(folded, J, pieces, operands, decay, fold);
 #pragma unroll
     for (int h = 0; h < 2; ++h) amax[h] = ptx::max_magnitude(amax[h], largest(folded[h]));
   }
@@ -203,7 +206,7 @@ __device__ __forceinline__ void fold_scaled_twice(const Target<State, kDstate>& 
 #pragma unroll 1
   for (int J = 0; J < kDstate / 64; ++J) {
     float2 folded[2][8];
-    fold_one(folded, J);
+    fold_codes<State, Act>(folded, J, pieces, operands, decay, fold);
 #pragma unroll
     for (int h = 0; h < 2; ++h) target.put_piece(folded[h], J, h, scale[h]);
   }

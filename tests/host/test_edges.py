@@ -134,13 +134,11 @@ def test_softplus_at_any_dt(dt):
     np.testing.assert_allclose(out, exact, rtol=2.0**-8)
 
 
-@pytest.mark.parametrize("dt", [np.inf, -np.inf, np.nan])
-def test_softplus_of_no_number(dt):
+@pytest.mark.parametrize(("dt", "exact"), [(np.inf, np.inf), (-np.inf, 0.0), (np.nan, np.nan)])
+def test_softplus_of_no_number(dt, exact):
     pools, step = fresh_pools(), replace(unit_step(1, dt), dt_softplus=True)
     run(pools, step)
-    np.testing.assert_array_equal(
-        pools.dt_cache[0, :, int(pools.ring_start[0])], np.logaddexp(0, dt)
-    )
+    np.testing.assert_array_equal(pools.dt_cache[0, :, int(pools.ring_start[0])], exact)
 
 
 @tokens_of_both
