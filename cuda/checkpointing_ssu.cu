@@ -25,16 +25,28 @@ template <class State, int kDstate>
 constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 2 : 1;
 constexpr int kStages = 2;
 
-// Heads of one group of sequence n, from `head` on. `state` is the lane's first byte of a head.
+// Heads of one group of a sequence of the list, from `head` on.
 struct Item {
-  int n, group, head, heads;
-  const unsigned char* state;
+  const Entry* entry;
+  int group, head, heads;
+};
+
+// What a warp asks for next, some stages ahead of its work: stages of the heads of an item, one
+// after another. Addresses are those of the lane's first bytes: of the head's state, of row 0 of
+// its ring of x, of its x of the first tokens, of its scales.
+struct Ahead {
+  int heads, parity;  // heads behind this one; which tile its rows go to
+  unsigned stage;     // the next one
+  bool more;          // the lane copies more of its rows than its first ones
+  Window window;
+  const unsigned char *state, *ring, *token, *scales;
 };
 
 // What is read is a copy of the checkpoint where their types differ.
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 struct Worker {
   using Slab = SlabTile<State, kDstate>;
+  using Sums = float[kSlabsOfStage<State, kDstate>][kTokenTiles][4];  // of a stage
   static constexpr bool kCopied = !convert::same<State, Checkpoint>;
   static constexpr int kStageSlabs = kSlabsOfStage<State, kDstate>;
   static constexpr int kStageBytes = kStageSlabs * Slab::kBytes;
@@ -47,11 +59,30 @@ struct Worker {
   const WeightShape weight_shape;
   const Spread spread_x, spread_B;
   unsigned char* const memory;  // the warp's share
-  Item next;
-  NewDt<kTokenTiles> new_dt;  // of `next`
-  float constant;             // of its heads: A, D, dt_bias, one value a lane
-  bool group_late;            // its B and C could not be asked for yet
-  bool second;                // weights from scratch are in the second of two places
+  const typename Slab::Offsets copied, read;
+  const unsigned all_stages, head_bytes;
+  float* const outputs;       // the lane's own of a head's first slab
+  const float* const stored;  // those that it stores first
+  // What is asked for.
+  Ahead ahead;
+  int place;                  // of the stage that is asked for next
+  Item next;                  // the last one that was taken; 0 heads behind the last of all
+  int group_due;              // 1: its B and C are not asked for yet
+  NewDt<kTokenTiles> new_dt;  // of its heads, as are A, D and dt_bias
+  HeadConstants constants;
+  // What is worked on.
+  Request request;
+  int head, heads;         // the head, and how many are left with it; -1 before the first item
+  unsigned stage;          // the one that was read
+  int parity;              // of the tile of its rows
+  int folding;             // 1: the item needs its B to the end
+  int second;              // 1: weights from scratch are in the second of two places
+  const float* of_head;    // its weights
+  const float* of_scales;  // the lane's own
+  WeightsOfLane<kTokenTiles> of_lane;
+  unsigned char* rows;  // their tile
+  unsigned new_rows;    // in it, the lane's rows of x for the outputs
+  int64_t out;          // the lane's first output
 
   __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
                                     unsigned char* of_warp)
@@ -62,20 +93,24 @@ struct Worker {
         weight_shape{p.npredicted},
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
-        memory(of_warp),
-        group_late(false),
-        second(false) {}
+        memory(ptx::kept(of_warp)),
+        copied(Slab::copied_by(lane.index)),
+        read(Slab::read_by(lane)),
+        all_stages(
+            ptx::opaque(static_cast<unsigned>(p.head_dim / kRows + kStageSlabs - 1) / kStageSlabs)),
+        head_bytes(ptx::opaque(static_cast<unsigned>(shape.head_bytes()))),
+        outputs(ptx::kept(outputs_of_lane(floats(p.at_outputs), shape.y_pitch() / 4, lane))),
+        stored(ptx::kept(floats(p.at_outputs) + spread_x.row * (shape.y_pitch() / 4) +
+                         8 * spread_x.piece)),
+        constants(p, lane) {}
 
   // ---- what a warp works on ---------------------------------------------------------------------
 
-  __device__ __forceinline__ Request request(const Item& item) const {
-    return unpack_request(list.entry(params, item.n, listed));
-  }
   __device__ __forceinline__ GroupTile<Act, kDstate> group() const {
     return {memory + params.at_group, shape};
   }
-  __device__ __forceinline__ unsigned char* head_tile(int parity) const {
-    return memory + params.at_head + parity * shape.head_bytes();
+  __device__ __forceinline__ HeadTile<Act, kDstate> head_tile(int parity) const {
+    return {memory + params.at_head + parity * head_bytes, shape};
   }
   __device__ __forceinline__ Slab slab(int place, int i) const {
     return {memory + (place * kStageSlabs + i) * Slab::kBytes};
@@ -96,39 +131,32 @@ struct Worker {
   __device__ __forceinline__ float* scales(int parity) const {
     return floats(params.at_scales) + parity * params.head_dim;
   }
-  __device__ __forceinline__ int stages() const {  // of a head
-    return (params.head_dim / kRows + kStageSlabs - 1) / kStageSlabs;
-  }
-  __device__ __forceinline__ RowMap in_order() const { return {0, shape.old_rows}; }
-  __device__ __forceinline__ Checkpoint* checkpoint_of(const Request& request,
-                                                       unsigned head) const {
-    const unsigned slot = request.slot;
+  __device__ __forceinline__ OrderedRows in_order() const { return {shape.old_rows}; }
+  __device__ __forceinline__ Checkpoint* checkpoint_of(unsigned slot, unsigned head) const {
     return static_cast<Checkpoint*>(params.state) + slot * params.state_slot_stride +
            head * params.state_head_stride;
   }
-  __device__ __forceinline__ State* state_of(const Request& request, unsigned head) const {
+  __device__ __forceinline__ State* state_of(unsigned slot, unsigned head) const {
     if constexpr (kCopied) {
-      const unsigned slot = request.slot;
       return static_cast<State*>(params.state_copy) + slot * params.state_copy_slot_stride +
              head * params.state_copy_head_stride;
     } else {
-      return checkpoint_of(request, head);
+      return checkpoint_of(slot, head);
     }
   }
   __device__ __forceinline__ int64_t bytes_to_next_head() const {
     const int64_t stride = kCopied ? params.state_copy_head_stride : params.state_head_stride;
     return stride * static_cast<int>(sizeof(State));
   }
-  __device__ __forceinline__ float* scale_of(const Request& request, unsigned head) const {
-    const unsigned slot = request.slot;
+  __device__ __forceinline__ float* scale_of(unsigned slot, unsigned head) const {
     return params.state_scale + slot * params.state_scale_slot_stride +
            head * params.state_scale_head_stride;
   }
 
   // ---- what it asks for -------------------------------------------------------------------------
 
-  // Takes the block's next item, and asks for its rows; heads is 0 behind the last one.
-  __device__ __forceinline__ void take_item(int parity, bool after_flush) {
+  // Takes the block's next item.
+  __device__ __forceinline__ void take_item() {
     unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
     const unsigned flushes = listed.x * params.flushes_of_sequence;
     const bool flush = index < flushes;  // its items have fewer heads
@@ -136,26 +164,114 @@ struct Worker {
     const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
     const unsigned of_group = flush ? params.flushes_of_group : params.items_of_group;
     const int heads = flush ? params.heads_of_flush : params.heads_of_item;
-    const unsigned n = divide(
+    unsigned n = divide(
         index, flush ? params.inverse_flushes_of_sequence : params.inverse_items_of_sequence);
     const unsigned of_n = index - n * of_sequence;
     const unsigned group =
         divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
     const int first = (of_n - group * of_group) * heads;
-    next.n = flush ? n : n + listed.x, next.group = group,
-    next.head = group * params.heads_per_group + first;
+    if (!flush) n += listed.x;
     next.heads = 0;
-    if (next.n >= listed.x + listed.y) return;
+    if (n >= listed.x + listed.y) return;
+    next.entry = &list.entry(params, n, listed);
+    next.group = group, next.head = group * params.heads_per_group + first;
     next.heads = min(heads, params.heads_per_group - first);
-    const Request of_item = request(next);
-    next.state =
-        reinterpret_cast<const unsigned char*>(state_of(of_item, next.head)) + 16 * lane.index;
-    group_late = after_flush;  // the fold still needs its own
-    if (!after_flush) ask_for_group(of_item);
-    ask_for_head(of_item, next.head, parity);
+    group_due = 1;
+    begin_ahead();
   }
 
-  __device__ __forceinline__ void ask_for_group(const Request& of_item) {
+  __device__ __forceinline__ void begin_ahead() {
+    const Request of_item = unpack_request(*next.entry);
+    const unsigned slot = of_item.slot, head = next.head;
+    const Window& window = of_item.window;
+    ahead.heads = next.heads;
+    ahead.window = window;
+    ahead.state = reinterpret_cast<const unsigned char*>(state_of(slot, head)) + 16 * lane.index;
+    ahead.ring = reinterpret_cast<const unsigned char*>(x_ring<Act>(params, slot, head)) +
+                 16 * spread_x.piece;
+    ahead.token = reinterpret_cast<const unsigned char*>(
+                      x_of_token<Act>(params, of_item, head, spread_x.row)) +
+                  16 * spread_x.piece;
+    ahead.more = window.live > RingRows::kAtOnce * spread_x.rows || window.q > spread_x.rows ||
+                 shape.gated || (kCopied && window.flush);
+    if constexpr (convert::kScaled<State>) {
+      ahead.scales = reinterpret_cast<const unsigned char*>(scale_of(slot, head)) + 4 * lane.index;
+      ahead.more = ahead.more || params.head_dim > 64;
+    }
+  }
+
+  // Asks for a stage, with the first of a head for its rows, and goes on to the next one.
+  __device__ __forceinline__ void ask() {
+    __syncwarp();  // all lanes have read what is overwritten
+    if (ahead.stage == 0) {
+      if (ahead.heads == 0) take_item();
+      if (next.heads > 0) ask_for_head();
+    }
+    if (next.heads > 0) {
+      ask_for_stage();
+      if (++ahead.stage == all_stages) ahead.stage = 0, ahead.state += bytes_to_next_head();
+    }
+    ptx::cp_async_commit();
+    place ^= 1;
+  }
+
+  __device__ __forceinline__ void ask_for_head() {
+    const Window& window = ahead.window;
+    ahead.parity ^= 1;
+    --ahead.heads;
+    const HeadTile<Act, kDstate> tile = head_tile(ahead.parity);
+    const RingRows rows = tile.ring_rows(params, ahead.ring, window.start, window.live);
+    const auto place_of_row = [&](int row) { return row * shape.x_pitch; };
+    rows.copy_pass(tile.ring_place(spread_x), 0, spread_x, place_of_row);
+    tile.copy_first_token(ahead.token, window.q, spread_x);
+    ptx::smem_t to_scales = {};
+    if constexpr (convert::kScaled<State>) {
+      to_scales = ptx::to_smem(scales(ahead.parity) + lane.index);
+#pragma unroll
+      for (int p = 0; p < 64; p += 32) ptx::cp_async4(to_scales + 4 * p, ahead.scales + 4 * p);
+    }
+    if (ahead.more) {
+      rows.copy(tile.ring_place(spread_x), spread_x, place_of_row,
+                RingRows::kAtOnce * spread_x.rows);
+      tile.copy_later_tokens(params, ahead.token, window.q, spread_x);
+      ask_for_more(tile, to_scales);
+    }
+    ahead.ring += params.x_cache_head_stride * static_cast<int>(sizeof(Act));
+    ahead.token += params.x_head_stride * static_cast<int>(sizeof(Act));
+    if constexpr (convert::kScaled<State>) ahead.scales += params.state_scale_head_stride * 4;
+  }
+
+  __device__ __forceinline__ void ask_for_more(const HeadTile<Act, kDstate>& tile,
+                                               ptx::smem_t to_scales) const {
+    if constexpr (convert::kScaled<State>) {
+#pragma unroll 1
+      for (int p = 64; p + lane.index < params.head_dim; p += 32) {
+        ptx::cp_async4(to_scales + 4 * p, ahead.scales + 4 * p);
+      }
+    }
+    const Request of_item = unpack_request(*next.entry);
+    const int of_ahead = next.head + next.heads - 1 - ahead.heads;
+    if (shape.gated) tile.copy_z(params, of_item, of_ahead, spread_x);
+    if constexpr (kCopied) {
+      if (of_item.window.flush) {
+        prefetch_checkpoint(checkpoint_of(of_item.slot, of_ahead), 2 * params.head_dim * kDstate,
+                            lane);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void ask_for_stage() const {
+    const unsigned char* from = ptx::mad_wide(ahead.stage, kStageBytes, ahead.state);
+#pragma unroll
+    for (int i = 0; i < kStageSlabs; ++i) {
+      if (i == 0 || (ahead.stage * kStageSlabs + i) * kRows < params.head_dim) {
+        slab(place, i).template copy<32>(from + i * Slab::kBytes, copied);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void ask_for_group() {
+    const Request of_item = unpack_request(*next.entry);
     const Window& window = of_item.window;
     if constexpr (kPrepared) {
       group().copy_C(params, of_item, next.group, spread_B);
@@ -168,13 +284,18 @@ struct Worker {
     group().copy_ring(params, of_item, next.group, window.start, window.live, spread_B);
     group().copy_tokens(params, of_item, next.group, spread_B);
     const int j = lane.index & 15;
-    for (int i = lane.index >> 4; i < next.heads && j < window.live; i += 2) {
-      const float* ring = dt_ring(params, of_item.slot, next.head + i);
-      const int row = ring_row(window.start, j, params.ring_buffer_len);
-      ptx::cp_async4(ptx::to_smem(dt(i) + j), ring + row_offset(row, params.dt_cache_row_stride));
+    int i = lane.index >> 4;
+    const int row = ring_row(window.start, j, params.ring_buffer_len);
+    const float* ring =
+        dt_ring(params, of_item.slot, next.head + i) + row_offset(row, params.dt_cache_row_stride);
+    if (j < window.live) {
+#pragma unroll 1
+      for (; i < next.heads; i += 2, ring += 2 * params.dt_cache_head_stride) {
+        ptx::cp_async4(ptx::to_smem(dt(i) + j), ring);
+      }
     }
     new_dt.load(params, of_item, next.head, next.heads, lane);
-    constant = load_constant(params, next.head, next.heads, lane);
+    constants.load(next.head, next.heads, lane);
   }
 
   __device__ __forceinline__ void ask_for_weights(const Request& of_item) const {
@@ -192,119 +313,94 @@ struct Worker {
     }
   }
 
-  __device__ __forceinline__ void ask_for_head(const Request& of_item, unsigned head,
-                                               int parity) const {
-    const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
-    tile.copy_ring(params, of_item, head, of_item.window.start, of_item.window.live, spread_x);
-    tile.copy_tokens(params, of_item, head, spread_x);
-    if constexpr (convert::kScaled<State>) {
-      const float* from = scale_of(of_item, head);
-      for (int p = lane.index; p < params.head_dim; p += 32) {
-        ptx::cp_async4(ptx::to_smem(scales(parity) + p), from + p);
-      }
-    }
-    if constexpr (kCopied) {
-      if (of_item.window.flush) {
-        prefetch_checkpoint(checkpoint_of(of_item, head), 2 * params.head_dim * kDstate, lane);
-      }
-    }
-  }
-
-  // `from` is the lane's first byte of stage s of a head.
-  __device__ __forceinline__ void ask_for_stage(const unsigned char* from, int s, int place) const {
-#pragma unroll
-    for (int i = 0; i < kStageSlabs; ++i) {
-      if (i == 0 || (s * kStageSlabs + i) * kRows < params.head_dim) {
-        slab(place, i).template copy<32>(from + i * Slab::kBytes, lane.index);
-      }
-    }
-  }
-
-  // Refills the stage that was just read: with a later one of this head, or one of the next head.
-  // `item` has more heads to come if `left` is not 0.
-  __device__ __forceinline__ void refill(const Item& item, const Request& of_item, int left, int s,
-                                         int& place, int parity) {
-    __syncwarp();                              // all lanes have read it
-    const int later = s + kStages - stages();  // of the next head, or of this one if negative
-    const unsigned char* from = item.state + (later + stages()) * kStageBytes;
-    bool any = true;
-    if (later >= 0) {
-      if (left > 0) {
-        if (later == 0) ask_for_head(of_item, ptx::opaque(item.head + 1u), parity ^ 1);
-        from = item.state + bytes_to_next_head();
-      } else {
-        if (later == 0) take_item(parity ^ 1, of_item.window.flush);
-        from = next.state, any = next.heads > 0;
-      }
-      from += later * kStageBytes;
-    }
-    const int first = later < 0 ? later + stages() : later;
-    if (any) ask_for_stage(from, first, place);
-    ptx::cp_async_commit();
-    place = place + 1 == kStages ? 0 : place + 1;
-  }
-
-  __device__ __forceinline__ void next_stage() const {
-    ptx::cp_async_wait<kStages - 1>();
-    __syncwarp();
-  }
-
   // ---- what it computes -------------------------------------------------------------------------
 
+  // One round asks for a stage, finishes the one that was read before, and reads the next one. The
+  // first round only asks.
   __device__ __forceinline__ void run() {
-    take_item(0, kPrepared);
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      if (next.heads > 0) ask_for_stage(next.state + s * kStageBytes, s, s);
-      ptx::cp_async_commit();
-    }
-    // From here on the scratch is there, and anything may be written.
-    if constexpr (kPrepared) ptx::grid_dependency_wait();
-    int parity = 0, place = 0;
-    while (next.heads > 0) {
-      const Item item = next;
-      const Request of_item = request(item);
-      if (group_late) {
-        ask_for_group(of_item);
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        group_late = false;
+    static_assert(kStages == 2, "one round that only asks");
+    Readers<State, Act, kDstate, kTokenTiles> readers;
+    Sums acc;
+    ahead.heads = 0, ahead.stage = 0, ahead.parity = 1, place = 0;
+    heads = -1, parity = 0, group_due = 0, folding = kPrepared, second = 0;
+#pragma unroll 1
+    while (true) {
+      ask();
+      if (heads > 0) finish(acc);
+      if (heads > 0 && group_due == 0) {
+        wait_for_stage();
+      } else {
+        const bool begins = heads == 0;
+        // From here on the scratch is there, and anything may be written.
+        if (kPrepared && begins) ptx::grid_dependency_wait();
+        const bool asks = group_due > (begins ? 0 : folding);
+        if (asks) {
+          ask_for_group();
+          ptx::cp_async_commit();
+          group_due = 0;
+        }
+        if (heads < 0) {
+          heads = 0;
+          continue;
+        }
+        if (asks && !begins) {
+          wait_for_stage<1>();
+        } else {
+          wait_for_stage();
+        }
+        if (begins) {
+          if (next.heads == 0) break;
+          begin_item();
+          readers.load(group(), request.window, lane);
+        }
       }
-      next_stage();
-      work(item, of_item, place, parity);
+      read_stage(acc, readers);
     }
     ptx::cp_async_wait<0>();
   }
 
-  __device__ __forceinline__ void work(Item item, const Request& of_item, int& place, int& parity) {
-    const Window& window = of_item.window;
-    prepare(item, window);
-    Readers<State, Act, kDstate, kTokenTiles> readers;
-    readers.load(group(), window, lane);
-    for (int i = 0; i < item.heads; ++i) {
-      do_head(item, of_item, i, readers, place, parity);
+  // The next one: not for what was asked for later, stages and `kMore` other groups of copies.
+  template <int kMore = 0>
+  __device__ __forceinline__ void wait_for_stage() const {
+    ptx::cp_async_wait<kStages - 1 + kMore>();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void begin_item() {
+    if (folding != 0) {  // B and C, too, were asked for just now
+      ptx::cp_async_wait<0>();
       __syncwarp();
-      for (int t = spread_x.row; t < window.q; t += spread_x.rows) {
-        const int64_t index = out_of_token(params, of_item, item.head, t) + 8 * spread_x.piece;
-        store_outputs<Act>(
-            params, index,
-            floats(params.at_outputs) + t * (shape.y_pitch() / 4) + 8 * spread_x.piece);
-      }
-      ++item.head;
-      item.state += bytes_to_next_head();
-      parity ^= 1;
-      next_stage();
     }
+    request = unpack_request(*next.entry);
+    folding = request.window.flush;
+    head = next.head, heads = next.heads, stage = 0;
+    prepare();
+    of_lane = WeightsOfLane<kTokenTiles>(weight_shape, request.window, lane);
+    of_head = weights(0);
+    new_rows = ptx::opaque(static_cast<unsigned>(
+        in_order().row(request.window, lane.transposed_row()) * shape.x_pitch +
+        lane.transposed_column()));
+    out = out_of_token(params, request, head, spread_x.row) + 8 * spread_x.piece;
+    find_rows();
+  }
+
+  // Those of the head, by its parity.
+  __device__ __forceinline__ void find_rows() {
+    rows = ptx::kept(head_tile(parity).x);
+    if constexpr (convert::kScaled<State>) of_scales = ptx::kept(scales(parity) + lane.g);
   }
 
   // The weights of all heads, unless they come from scratch; C and, of a flush, B as operands.
-  __device__ __forceinline__ void prepare(const Item& item, const Window& window) {
+  __device__ __forceinline__ void prepare() {
+    const Window& window = request.window;
     float* products = floats(params.at_products);
     float* scales_of_C = floats(params.at_scales_of_C);
+    float constant = 0.0f;
     if constexpr (kPrepared) {
       second = !second;
     } else {
-      new_dt.put(dt(0) + first_token(window), params, window.q, item.heads, constant, lane);
+      constant = constants.value();
+      new_dt.put(dt(0) + first_token(window), params, window.q, heads, constant, lane);
       put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
                                               [&](int j) { return in_order().row(window, j); });
       if (window.flush) {
@@ -318,70 +414,90 @@ struct Worker {
     if (window.flush) prepare_B<Checkpoint>(group(), in_order(), window, lane);
     __syncwarp();
     if constexpr (!kPrepared) {
-      put_weights_of_heads(weights(0), weight_shape, dt(0), item.heads, products, scales_of_C,
-                           constant, window, lane);
+      put_weights_of_heads(weights(0), weight_shape, dt(0), heads, products, scales_of_C, constant,
+                           window, lane);
       __syncwarp();
     }
   }
 
-  // Head i of an item. What a fold takes is loaded for it and not kept.
-  __device__ __forceinline__ void do_head(const Item& item, const Request& of_item, int i,
-                                          Readers<State, Act, kDstate, kTokenTiles>& readers,
-                                          int& place, int parity) {
-    const Window& window = of_item.window;
-    const HeadTile<Act, kDstate> tile = {head_tile(parity), shape};
-    for (int s = 0; s < stages(); ++s) {
-      if (s > 0) next_stage();
-      const int first = s * kStageSlabs * kRows;
-      if (window.flush) {
+  // The next stage. What a fold takes is loaded for it and not kept.
+  __device__ __forceinline__ void read_stage(
+      Sums& acc, Readers<State, Act, kDstate, kTokenTiles>& readers) const {
+    if (request.window.flush) {
 #pragma unroll 1
-        for (int k = 0; k < kStageSlabs; ++k) {
-          const int first_row = first + k * kRows;
-          if (k > 0 && first_row >= params.head_dim) break;
-          fold(item, of_item, slab(place, k), weights(i), tile, parity, first_row);
-        }
-        readers.load(group(), window, lane);  // a fold needs their registers
+      for (int k = 0; k < kStageSlabs; ++k) {
+        const int first_row = (stage * kStageSlabs + k) * kRows;
+        if (k > 0 && first_row >= params.head_dim) break;
+        fold(slab(place, k), first_row);
       }
-      float acc[kStageSlabs][kTokenTiles][4] = {};
+      readers.load(group(), request.window, lane);  // a fold needs their registers
+    }
 #pragma unroll
-      for (int k = 0; k < kStageSlabs; ++k) read_out_slab(acc[k], slab(place, k), readers, lane);
-      refill(item, of_item, item.heads - 1 - i, s, place, parity);
-      const Weights<kTokenTiles> of_head(weights(i), weight_shape, window, lane);
-      if constexpr (convert::kScaled<State>) {
+    for (int k = 0; k < kStageSlabs; ++k) {
 #pragma unroll
-        for (int k = 0; k < kStageSlabs; ++k) {
-          scale_rows(acc[k], scales(parity) + first + k * kRows, lane);
-        }
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[k][tile][i] = 0.0f;
       }
-      finish_slabs(acc, of_head, weights(i) + weight_shape.old_rows(), tile, in_order(), first,
-                   params.head_dim, floats(params.at_outputs), window, lane);
+      read_out_slab(acc[k], slab(place, k).pieces(read), readers, lane);
     }
   }
 
-  __device__ __forceinline__ void fold(const Item& item, const Request& of_item, const Slab& slab,
-                                       const float* of_head, const HeadTile<Act, kDstate>& tile,
-                                       int parity, int first_row) const {
+  // From the sums over a stage to its outputs, which go to memory with the last stage of a head.
+  __device__ __forceinline__ void finish(Sums& acc) {
+    const int first = stage * kStageSlabs * kRows;
+    const Weights<kTokenTiles> weights_of_head(of_head, of_lane);
+    if constexpr (convert::kScaled<State>) {
+#pragma unroll
+      for (int k = 0; k < kStageSlabs; ++k) scale_rows(acc[k], of_scales + first + k * kRows);
+    }
+    const HeadTile<Act, kDstate> tile = {rows, shape};
+    finish_slabs(acc, weights_of_head, of_head + weight_shape.old_rows(), of_lane,
+                 ptx::to_smem(rows) + new_rows, tile, in_order(), first, params.head_dim, outputs,
+                 request.window, lane);
+    if (++stage == all_stages) finish_head();
+  }
+
+  __device__ __forceinline__ void finish_head() {
+    __syncwarp();
+    const int pitch = shape.y_pitch() / 4;
+    const float* y = stored;
+    int64_t to = out;
+#pragma unroll 1
+    for (int t = spread_x.row; t < request.window.q; t += spread_x.rows) {
+      store_outputs<Act>(params, to, y);
+      to += spread_x.rows * params.out_token_stride, y += spread_x.rows * pitch;
+    }
+    stage = 0, ++head, --heads, parity ^= 1;
+    out += params.out_head_stride, of_head += weight_shape.words();
+    find_rows();
+  }
+
+  __device__ __forceinline__ void fold(const Slab& slab, int first_row) const {
     const FoldWeights fold_weights(of_head + weight_shape.fold(), lane);
-    uint32_t rows[4];
-    ptx::ldmatrix_x4_trans(rows, tile.old_x(in_order(), of_item.window, lane) + 2 * first_row);
-    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, rows);
+    const HeadTile<Act, kDstate> tile = {rows, shape};
+    uint32_t x[4];
+    ptx::ldmatrix_x4_trans(x, tile.old_x(in_order(), request.window, lane) + 2 * first_row);
+    const Fold<Checkpoint> fold = prepare_fold<Checkpoint, Act>(fold_weights, x);
     const int row = first_row + lane.g;
-    Checkpoint* to = checkpoint_of(of_item, ptx::opaque(item.head)) + row * kDstate +
+    const unsigned slot = request.slot;
+    const unsigned of_fold = ptx::opaque(static_cast<unsigned>(head));
+    Checkpoint* to = checkpoint_of(slot, of_fold) + row * kDstate +
                      lane.t * static_cast<int>(16 / sizeof(Checkpoint));
     if constexpr (kCopied) {
-      auto* copy = reinterpret_cast<unsigned char*>(state_of(of_item, ptx::opaque(item.head)));
+      auto* copy = reinterpret_cast<unsigned char*>(state_of(slot, of_fold));
       const BothTargets<State, kDstate> target{params, to, copy + first_row / kRows * Slab::kBytes,
-                                               scale_of(of_item, item.head) + row,
-                                               static_cast<unsigned>(of_item.slot)};
+                                               scale_of(slot, head) + row, slot};
       fold_copied_slab<State, Act, kDstate>(target, group().B(), fold, lane);
     } else {
       Target<State, kDstate> target{params, to, nullptr};
       if constexpr (convert::kScaled<State>) {
         const float* decode = scales(parity) + row;
-        target.scale = scale_of(of_item, item.head) + row;
-        fold_scaled_slab<State, Act, kDstate>(target, slab, group().B(), fold, decode, lane);
+        target.scale = scale_of(slot, head) + row;
+        fold_scaled_slab<State, Act, kDstate>(target, slab.pieces(read), group().B(), fold, decode,
+                                              lane);
       } else {
-        fold_slab<State, Act, kDstate>(target, slab, group().B(), fold, lane);
+        fold_slab<State, Act, kDstate>(target, slab.pieces(read), group().B(), fold, lane);
       }
     }
   }

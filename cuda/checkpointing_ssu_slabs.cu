@@ -139,7 +139,7 @@ struct Head {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int row = first + i * spread.rows;
-        ptx::cp_async16_if(row < rows, place(row), from);
+        ptx::cp_async16_if_less(row, rows, place(row), from);
         from += stride;
       }
     }
@@ -162,7 +162,7 @@ struct Head {
   __device__ __forceinline__ void ask_for_slot(const Request& request) const {
     if (has_slab()) {
       const auto* from = reinterpret_cast<const unsigned char*>(state(request)) + 16 * lane.index;
-      slab().template copy<32>(from, lane.index);
+      slab().template copy<32>(from, Slab::copied_by(lane.index));
       if (convert::kScaled<State> && lane.index < kRows) {
         ptx::cp_async4(ptx::to_smem(scales() + lane.index), scale(request) + lane.index);
       }
@@ -244,10 +244,11 @@ struct Head {
       Target<State, kDstate> target{params, to, nullptr};
       if constexpr (convert::kScaled<State>) {
         target.scale = scale(request) + lane.g;
-        fold_scaled_twice<State, Act, kDstate>(target, slab(), group().B(), fold, scales() + lane.g,
-                                               lane);
+        fold_scaled_twice<State, Act, kDstate>(target, slab().pieces(Slab::read_by(lane)),
+                                               group().B(), fold, scales() + lane.g, lane);
       } else {
-        fold_slab<State, Act, kDstate>(target, slab(), group().B(), fold, lane);
+        fold_slab<State, Act, kDstate>(target, slab().pieces(Slab::read_by(lane)), group().B(),
+                                       fold, lane);
       }
     }
   }
@@ -256,16 +257,19 @@ struct Head {
                                            const Window& window) const {
     Readers<State, Act, kDstate, kTokenTiles> readers;
     readers.load(group(), window, lane);
-    read_out_slab(acc, slab(), readers, lane);
-    if constexpr (convert::kScaled<State>) scale_rows(acc, scales(), lane);
+    read_out_slab(acc, slab().pieces(Slab::read_by(lane)), readers, lane);
+    if constexpr (convert::kScaled<State>) scale_rows(acc, scales() + lane.g);
   }
 
   __device__ __forceinline__ void finish(float (&acc)[1][kTokenTiles][4], const Request& request,
                                          const RowMap& map) const {
     const Window& window = request.window;
-    const Weights<kTokenTiles> of_head(weights(), weight_shape, window, lane);
-    finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), head_rows(), map, row_of_warp(),
-                 params.head_dim, outputs(), window, lane);
+    const WeightsOfLane<kTokenTiles> of_lane(weight_shape, window, lane);
+    const Weights<kTokenTiles> of_head(weights(), of_lane);
+    finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), of_lane,
+                 head_rows().new_x(map, window, lane), head_rows(), map, row_of_warp(),
+                 params.head_dim, outputs_of_lane(outputs(), shape.y_pitch() / 4, lane), window,
+                 lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
@@ -329,10 +333,10 @@ __global__ void __launch_bounds__(32 * (kMostSlabs + 2),
   Request request = find_request(params, row);
   block.ask_for_tokens(request);
   NewDt<kTokenTiles> new_dt;
-  float constant = 0.0f;
+  HeadConstants constants(params, lane);
   if (block.prepares_dt()) {
     new_dt.load(params, request, block.head, 1, lane);
-    constant = load_constant(params, block.head, 1, lane);
+    constants.load(block.head, 1, lane);
   }
   if (request.slot < 0) {
     if (params.zero_padding && block.has_slab()) {
@@ -361,6 +365,7 @@ __global__ void __launch_bounds__(32 * (kMostSlabs + 2),
   }
   float acc[1][kTokenTiles][4] = {};
   Decays decays;
+  const float constant = block.prepares_dt() ? constants.value() : 0.0f;
   if (block.prepares_dt()) decays = block.find_decays(window, map, new_dt, constant);
   if (block.prepares_C()) block.prepare_rows(window, map);
   if (reads && !kScaledC<State, Act>) block.read_out(acc[0], window);

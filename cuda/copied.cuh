@@ -14,13 +14,21 @@ struct SlabTile<e2m1, kDstate> {
   static constexpr int kPiece = kPieceOf<e2m1, kDstate>;  // columns of a lane that lie together
   unsigned char* bytes;
 
+  struct Offsets {
+    unsigned thread;
+  };
+  __device__ __forceinline__ static Offsets copied_by(unsigned thread) { return {thread}; }
+  __device__ __forceinline__ static Offsets read_by(const Lane&) { return {0}; }
+  __device__ __forceinline__ const SlabTile& pieces(const Offsets&) const { return *this; }
+
   template <int kThreads>
-  __device__ __forceinline__ void copy(const unsigned char* slab, unsigned thread) const {
+  __device__ __forceinline__ void copy(const unsigned char* slab, const Offsets& of_thread) const {
+    const unsigned thread = of_thread.thread;
     const ptx::smem_t tile = ptx::opaque(ptx::to_smem(bytes) + 16 * thread);
 #pragma unroll
     for (int i = 0; i < (kPieces + kThreads - 1) / kThreads; ++i) {
-      ptx::cp_async16_if(thread + i * kThreads < kPieces, tile + 16 * kThreads * i,
-                         slab + 16 * kThreads * i);
+      ptx::cp_async16_if_less(thread + i * kThreads, kPieces, tile + 16 * kThreads * i,
+                              slab + 16 * kThreads * i);
     }
   }
 

@@ -92,8 +92,8 @@ struct Target {
 
 // Turns the old rows of B into operands of the fold, in their place: b0 and b1 of pairs r and r + 1
 // of every lane lie together.
-template <class State, class Act, int kDstate>
-__device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, const RowMap& map,
+template <class State, class Act, int kDstate, class Map>
+__device__ __forceinline__ void prepare_B(const GroupTile<Act, kDstate>& rows, const Map& map,
                                           const Window& window, const Lane& lane) {
   constexpr int kPairs = kDstate / 8;
   uint32_t b[2][kPairs];
@@ -132,14 +132,12 @@ __device__ __forceinline__ void fold_piece(float2 (&upper)[kPairs], float2 (&low
 }
 
 // Folds the old rows into one slab of state and stores it. `B` is as `prepare_B` left it.
-template <class State, class Act, int kDstate>
-__device__ __forceinline__ void fold_slab(Target<State, kDstate>& target,
-                                          const SlabTile<State, kDstate>& slab,
+template <class State, class Act, int kDstate, class Pieces>
+__device__ __forceinline__ void fold_slab(Target<State, kDstate>& target, const Pieces& pieces,
                                           const unsigned char* B, const Fold<State>& fold,
                                           const Lane& lane) {
   constexpr int kPairsOfPiece = 8 / sizeof(State), kPieces = kDstate / (8 * kPairsOfPiece);
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
-  const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay, fold.decay};
 #pragma unroll 2
   for (int J = 0; J < kPieces; ++J) {
@@ -163,13 +161,12 @@ __device__ __forceinline__ void fold_codes(float2 (&folded)[2][8], int J, const 
 
 // `fold_slab` of an 8-bit state, a row of which is encoded when all of it is known. `scales` decode
 // row g and, 8 behind, row g + 8 as they were.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Pieces>
 __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
-                                                 const SlabTile<State, kDstate>& slab,
-                                                 const unsigned char* B, const Fold<State>& fold,
-                                                 const float* scales, const Lane& lane) {
+                                                 const Pieces& pieces, const unsigned char* B,
+                                                 const Fold<State>& fold, const float* scales,
+                                                 const Lane& lane) {
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
-  const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
   float2 rows[2][kDstate / 8];
 #pragma unroll
@@ -185,13 +182,12 @@ __device__ __forceinline__ void fold_scaled_slab(Target<State, kDstate>& target,
 }
 
 // The same in few registers: all is folded twice, first for the largest magnitudes of the rows.
-template <class State, class Act, int kDstate>
+template <class State, class Act, int kDstate, class Pieces>
 __device__ __forceinline__ void fold_scaled_twice(const Target<State, kDstate>& target,
-                                                  const SlabTile<State, kDstate>& slab,
-                                                  const unsigned char* B, const Fold<State>& fold,
-                                                  const float* scales, const Lane& lane) {
+                                                  const Pieces& pieces, const unsigned char* B,
+                                                  const Fold<State>& fold, const float* scales,
+                                                  const Lane& lane) {
   const uint4* operands = reinterpret_cast<const uint4*>(B) + lane.index;
-  const auto pieces = slab.pieces(lane);
   const float decay[2] = {fold.decay * scales[0], fold.decay * scales[8]};
   float amax[2] = {0.0f, 0.0f};
 #pragma unroll 1

@@ -109,14 +109,15 @@ __global__ void __launch_bounds__(32)
   block.ask_for_tokens();
   NewDt<kTokenTiles> new_dt;
   new_dt.load(params, request, block.head, block.heads, block.lane);
-  const float constant = load_constant(params, block.head, block.heads, block.lane);
+  HeadConstants constants(params, block.lane);
+  constants.load(block.head, block.heads, block.lane);
   set_window(params, request, *ring_start_of(params, request.slot),
              *live_rows_of(params, request.slot));
   block.ask_for_ring();
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   __syncwarp();
-  block.make_weights(new_dt, constant);
+  block.make_weights(new_dt, constants.value());
   __syncwarp();
   block.store_weights();
 }

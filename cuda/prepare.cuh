@@ -29,7 +29,8 @@ __device__ __forceinline__ void put_weights_of_heads(float* weights, const Weigh
                                                      const Window& window, const Lane& lane) {
   const int rows_of_head = window.flush ? 2 * kRows : kRows;
   const int row = lane.index & (rows_of_head - 1), token = row - first_token(window);
-  const bool live = row < window.live || (token >= 0 && token < window.q);
+  const bool new_row = static_cast<unsigned>(token) < static_cast<unsigned>(window.q);
+  const bool live = (row < window.live) | new_row;
   for (int first = 0; first < heads; first += window.flush ? 1 : 2) {
     const int i = min(window.flush ? first : first + lane.index / kRows, heads - 1);
     const float A = __shfl_sync(kAllLanes, constant, i);

@@ -125,11 +125,24 @@ __device__ __forceinline__ unsigned opaque(unsigned v) {
   return v;
 }
 
+// The same place in shared memory, whose address is kept in a register: the compiler would compute
+// it again wherever it is used.
+template <class T>
+__device__ __forceinline__ T* kept(T* p) {
+  return static_cast<T*>(__cvta_shared_to_generic(opaque(to_smem(p))));
+}
+
 __device__ __forceinline__ uint4 load_shared16(smem_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ unsigned load_shared4(const void* p) {
+  unsigned v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(to_smem(p)));
   return v;
 }
 
@@ -154,13 +167,16 @@ __device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], smem_t row) 
                : "memory");
 }
 
-// The compiler's own atomicAdd looks for other lanes first, though one alone adds.
-__device__ __forceinline__ int atomic_add_shared(smem_t address, int v) {
-  int before;
-  asm volatile("atom.shared.add.s32 %0, [%1], %2;"
-               : "=r"(before)
-               : "r"(address), "r"(v)
-               : "memory");
+// The warp's first lane adds one, and gets what was there; the others get 0. What is added is
+// written so that the compiler does not look for other lanes that add the same.
+__device__ __forceinline__ int atomic_count_shared(smem_t address) {
+  int before = 0;
+  asm volatile(
+      "{ .reg .pred p; .reg .u32 v; mov.u32 v, %%laneid; setp.eq.u32 p, v, 0; add.u32 v, v, 1; "
+      "@p atom.shared.add.u32 %0, [%1], v; }"
+      : "+r"(before)
+      : "r"(address)
+      : "memory");
   return before;
 }
 
@@ -180,12 +196,12 @@ __device__ __forceinline__ void cp_async16(smem_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
-// The same if `there`, without a branch.
-__device__ __forceinline__ void cp_async16_if(bool there, smem_t dst, const void* src) {
+// The same if a < b, without a branch.
+__device__ __forceinline__ void cp_async16_if_less(int a, int b, smem_t dst, const void* src) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
+      "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
           dst),
-      "l"(src), "r"(static_cast<int>(there))
+      "l"(src), "r"(a), "r"(b)
       : "memory");
 }
 
@@ -294,6 +310,14 @@ __device__ __forceinline__ const unsigned char* mad_wide(unsigned a, unsigned b,
       : "+l"(p)
       : "r"(a), "r"(b));
   return p;
+}
+
+// To nearest, with subnormal results: the compiler's own conversion makes zeros of them, in five
+// instructions.
+__device__ __forceinline__ float cvt_f32_f64(double v) {
+  float r;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(r) : "d"(v));
+  return r;
 }
 
 // 2^x, within 2^-22 relative; results below the normal range are 0.

@@ -51,8 +51,8 @@ __device__ __forceinline__ bool flushes(int prev_num_accepted, int q, int max_wi
 }
 
 __device__ __forceinline__ int ring_row(int ring_start, int j, int ring_buffer_len) {
-  const int row = ring_start + j;
-  return row >= ring_buffer_len ? row - ring_buffer_len : row;
+  const unsigned row = ring_start + j;
+  return min(row, row - static_cast<unsigned>(ring_buffer_len));  // below 0 is much
 }
 
 // The slot of a batch row as it is given, and what it means: apart, so that whatever does not need
@@ -116,7 +116,7 @@ struct Decays {
   }
   // exp of the sum, and of what lies between two sums.
   __device__ __forceinline__ float decay(double to) const {
-    return ptx::ex2(a * static_cast<float>(to));
+    return ptx::ex2(a * ptx::cvt_f32_f64(to));
   }
   __device__ __forceinline__ float decay(double from, double to) const { return decay(to - from); }
 };

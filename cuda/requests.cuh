@@ -44,9 +44,7 @@ struct alignas(16) RequestList {
 
 // One after another, for the warp.
 __device__ __forceinline__ int take(int& counter) {
-  int taken = 0;
-  if ((threadIdx.x & 31) == 0) taken = ptx::atomic_add_shared(ptx::to_smem(&counter), 1);
-  return __shfl_sync(kAllLanes, taken, 0);
+  return __shfl_sync(kAllLanes, ptx::atomic_count_shared(ptx::to_smem(&counter)), 0);
 }
 
 // Lists the sequences from `first` on that have something to do. Returns how many flush and how

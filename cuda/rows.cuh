@@ -148,37 +148,56 @@ struct Spread {
   }
 };
 
-// Starts the copies of `count` rows of a ring from ring row `first` on, four at once; `ring` is the
-// thread's piece of row 0, `place` that of a row behind `to`.
-template <class Act, class Place>
-__device__ __forceinline__ void copy_ring_rows(ptx::smem_t to, const Act* ring, int64_t stride,
-                                               int first, int count, int ring_rows,
-                                               const Spread& spread, Place place) {
-  constexpr int kAtOnce = 4;
-  for (int j = spread.row; j < count; j += kAtOnce * spread.rows) {
+// Rows of a ring that are copied: `count` of them from ring row `first` on. `ring` is the thread's
+// piece of row 0, `stride` what rows are apart, in bytes.
+struct RingRows {
+  const unsigned char* ring;
+  unsigned stride;
+  int first, count, ring_rows;
+
+  // Of a ring of `Act`, whose rows are at most 2^31 elements apart.
+  template <class Act>
+  __device__ __forceinline__ static unsigned bytes(int64_t stride) {
+    return static_cast<unsigned>(stride) * static_cast<unsigned>(sizeof(Act));
+  }
+
+  static constexpr int kAtOnce = 4;
+
+  // Starts the copies of the thread's next four rows, the first of them `from` rows behind its own;
+  // `place` is that of a row behind `to`.
+  template <class Place>
+  __device__ __forceinline__ void copy_pass(ptx::smem_t to, int from, const Spread& spread,
+                                            Place place) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int row = j + i * spread.rows;
-      ptx::cp_async16_if(row < count, to + place(row),
-                         ring + row_offset(ring_row(first, row, ring_rows), stride));
+      const int row = spread.row + from + i * spread.rows;
+      ptx::cp_async16_if_less(row, count, to + place(row),
+                              ptx::mad_wide(ring_row(first, row, ring_rows), stride, ring));
     }
   }
-}
+
+  template <class Place>
+  __device__ __forceinline__ void copy(ptx::smem_t to, const Spread& spread, Place place,
+                                       int from = 0) const {
+#pragma unroll 1
+    for (; from < count; from += kAtOnce * spread.rows) copy_pass(to, from, spread, place);
+  }
+};
 
 // Sizes in bytes. The pitch of x keeps the reads of a fragment apart in the banks: eight rows at
 // once, 16 bytes each.
 template <class Act, int kDstate>
 struct TileShape {
   int x_pitch, old_rows, tokens;
-  bool gated;
+  int gated;  // 0 or 1
 
   __device__ TileShape(const CheckpointingSsuParams& params, int most_old_rows)
       : x_pitch(params.head_dim * static_cast<int>(sizeof(Act)) + 16),
         old_rows(most_old_rows),
         tokens(params.npredicted),
-        gated(params.z != nullptr) {}
+        gated(ptx::opaque(params.z != nullptr ? 1u : 0u)) {}
   __device__ int y_pitch() const { return x_pitch * 2 - 16; }  // of outputs in float32
-  __device__ int head_bytes() const { return (old_rows + (gated ? 2 : 1) * tokens) * x_pitch; }
+  __device__ int head_bytes() const { return (old_rows + (1 + gated) * tokens) * x_pitch; }
 };
 
 // Where row j of a step lies in its tiles.
@@ -194,6 +213,18 @@ struct RowMap {
   }
 };
 
+// The same where the old rows lie in their order, and the new ones from `ring_rows` on.
+struct OrderedRows {
+  int ring_rows;
+  __device__ __forceinline__ int old_row(const Window& window, int j) const {
+    return max(min(j, window.live - 1), 0);
+  }
+  __device__ __forceinline__ int row(const Window& window, int j) const {
+    const int old_rows = window.old_rows(), last = max(min(j, window.rows() - 1), 0);
+    return last < old_rows ? last : last + ring_rows - old_rows;
+  }
+};
+
 // x and z of a head.
 template <class Act, int kDstate>
 struct HeadTile {
@@ -205,46 +236,77 @@ struct HeadTile {
                                             const Request& request, int head, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = x_ring<Act>(params, request.slot, head) + 8 * spread.piece;
-    copy_ring_rows(ptx::to_smem(x) + 16 * spread.piece, ring, params.x_cache_row_stride, first,
-                   count, params.ring_buffer_len, spread,
-                   [&](int row) { return row * shape.x_pitch; });
+    const RingRows rows =
+        ring_rows(params, reinterpret_cast<const unsigned char*>(ring), first, count);
+    rows.copy(ring_place(spread), spread, [&](int row) { return row * shape.x_pitch; });
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
                                               const Request& request, int head,
                                               const Spread& spread) const {
-    if (spread.row >= request.window.q) return;
-    const ptx::smem_t to =
-        ptx::to_smem(x) + (shape.old_rows + spread.row) * shape.x_pitch + 16 * spread.piece;
-    const Act* from = x_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
-    copy_rows(to, from, params.x_token_stride, request.window.q, spread);
-    if (!shape.gated) return;
-    from = z_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
-    copy_rows(to + shape.tokens * shape.x_pitch, from, params.z_token_stride, request.window.q,
-              spread);
+    const Act* x = x_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
+    copy_first_token(reinterpret_cast<const unsigned char*>(x), request.window.q, spread);
+    copy_later_tokens(params, reinterpret_cast<const unsigned char*>(x), request.window.q, spread);
+    if (shape.gated) copy_z(params, request, head, spread);
+  }
+
+  // Parts of these. The pieces that a thread begins with are those of its first row of `spread`.
+  __device__ __forceinline__ static RingRows ring_rows(const CheckpointingSsuParams& params,
+                                                       const unsigned char* ring, int first,
+                                                       int count) {
+    return {ring, RingRows::bytes<Act>(params.x_cache_row_stride), first, count,
+            params.ring_buffer_len};
+  }
+  __device__ __forceinline__ ptx::smem_t ring_place(const Spread& spread) const {
+    return ptx::to_smem(x) + 16 * spread.piece;
+  }
+  __device__ __forceinline__ ptx::smem_t token_place(const Spread& spread) const {
+    return ring_place(spread) + (shape.old_rows + spread.row) * shape.x_pitch;
+  }
+  __device__ __forceinline__ void copy_first_token(const unsigned char* x, int q,
+                                                   const Spread& spread) const {
+    ptx::cp_async16_if_less(spread.row, q, token_place(spread), x);
+  }
+  __device__ __forceinline__ void copy_later_tokens(const CheckpointingSsuParams& params,
+                                                    const unsigned char* x, int q,
+                                                    const Spread& spread) const {
+    copy_later_rows(token_place(spread), x, params.x_token_stride, q, spread);
+  }
+  __device__ __forceinline__ void copy_z(const CheckpointingSsuParams& params,
+                                         const Request& request, int head,
+                                         const Spread& spread) const {
+    const Act* z = z_of_token<Act>(params, request, head, spread.row) + 8 * spread.piece;
+    const ptx::smem_t to = token_place(spread) + shape.tokens * shape.x_pitch;
+    ptx::cp_async16_if_less(spread.row, request.window.q, to, z);
+    copy_later_rows(to, reinterpret_cast<const unsigned char*>(z), params.z_token_stride,
+                    request.window.q, spread);
   }
 
   // Rows of x of a slab for `ldmatrix`, the slab's first column not counted: those read out with
   // the new ones, and the old ones.
-  __device__ __forceinline__ ptx::smem_t new_x(const RowMap& map, const Window& window,
+  template <class Map>
+  __device__ __forceinline__ ptx::smem_t new_x(const Map& map, const Window& window,
                                                const Lane& lane) const {
     return ptx::to_smem(x) + map.row(window, lane.transposed_row()) * shape.x_pitch +
            lane.transposed_column();
   }
-  __device__ __forceinline__ ptx::smem_t old_x(const RowMap& map, const Window& window,
+  template <class Map>
+  __device__ __forceinline__ ptx::smem_t old_x(const Map& map, const Window& window,
                                                const Lane& lane) const {
     return ptx::to_smem(x) + map.old_row(window, lane.transposed_row()) * shape.x_pitch +
            lane.transposed_column();
   }
-  __device__ __forceinline__ const unsigned char* z() const {  // of token 0, or null
-    return shape.gated ? x + (shape.old_rows + shape.tokens) * shape.x_pitch : nullptr;
+  __device__ __forceinline__ const unsigned char* z() const {  // of token 0, if gated
+    return x + (shape.old_rows + shape.tokens) * shape.x_pitch;
   }
 
-  __device__ __forceinline__ void copy_rows(ptx::smem_t to, const Act* from, int64_t stride, int q,
-                                            const Spread& spread) const {
-    ptx::cp_async16(to, from);
+  __device__ __forceinline__ void copy_later_rows(ptx::smem_t to, const unsigned char* from,
+                                                  int64_t stride, int q,
+                                                  const Spread& spread) const {
+    stride *= spread.rows * static_cast<int>(sizeof(Act));
+#pragma unroll 1
     for (int t = spread.row + spread.rows; t < q; t += spread.rows) {
-      to += spread.rows * shape.x_pitch, from += spread.rows * stride;
+      to += spread.rows * shape.x_pitch, from += stride;
       ptx::cp_async16(to, from);
     }
   }
@@ -262,8 +324,11 @@ struct SwappedRow {
     const unsigned char *plus, *minus;
     template <class T>
     __device__ __forceinline__ T load(int J) const {
+      return *reinterpret_cast<const T*>(piece(J));
+    }
+    __device__ __forceinline__ const unsigned char* piece(int J) const {
       const int offset = 4 * kBytes * J;
-      return *reinterpret_cast<const T*>((offset & 64 ? minus : plus) + offset);
+      return (offset & 64 ? minus : plus) + offset;
     }
   };
   template <int kBytes>
@@ -310,21 +375,32 @@ struct GroupTile {
                                             const Request& request, int group, int first, int count,
                                             const Spread& spread) const {
     const Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
-    copy_ring_rows(ptx::to_smem(B()), ring, params.B_cache_row_stride, first, count,
-                   params.ring_buffer_len, spread, [&](int row) { return place(row, spread); });
+    const RingRows rows = {reinterpret_cast<const unsigned char*>(ring),
+                           RingRows::bytes<Act>(params.B_cache_row_stride), first, count,
+                           params.ring_buffer_len};
+    // Rows that lie an even number apart are swapped alike.
+    const bool alike = spread.rows % 2 == 0;
+    rows.copy(ptx::to_smem(B()), spread, [&](int row) {
+      return row * kPitch + (16 * spread.piece ^ swap(alike ? spread.row : row));
+    });
   }
 
   __device__ __forceinline__ void copy_tokens(const CheckpointingSsuParams& params,
                                               const Request& request, int group,
                                               const Spread& spread) const {
-    if (spread.row >= request.window.q) return;
     const ptx::smem_t to_C = ptx::to_smem(C), to_B = ptx::to_smem(B());
     const Act* from_C = C_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
     const Act* from_B = B_of_token<Act>(params, request, group, spread.row) + 8 * spread.piece;
-    for (int t = spread.row; t < request.window.q; t += spread.rows) {
-      ptx::cp_async16(to_C + place(t, spread), from_C);
-      ptx::cp_async16(to_B + place(shape.old_rows + t, spread), from_B);
+    const auto copy = [&](int t) {
+      ptx::cp_async16_if_less(t, request.window.q, to_C + place(t, spread), from_C);
+      ptx::cp_async16_if_less(t, request.window.q, to_B + place(shape.old_rows + t, spread),
+                              from_B);
+    };
+    copy(spread.row);
+#pragma unroll 1
+    for (int first = spread.rows; first < request.window.q; first += spread.rows) {
       from_C += spread.rows * params.C_token_stride, from_B += spread.rows * params.B_token_stride;
+      copy(first + spread.row);
     }
   }
 
@@ -362,14 +438,27 @@ struct SlabTile {
   static constexpr bool kSwapped = kPiecesOfRow >= 8;
   unsigned char* bytes;
 
-  // Starts the copies of one thread of `kThreads`, a power of two; `slab` is the thread's first
-  // byte.
+  // Where a thread's pieces begin in a tile: those of even and those of odd number. Whoever works
+  // on many slabs keeps them; what the compiler would compute from their parts fills registers.
+  struct Offsets {
+    unsigned even, odd;
+  };
+  // Of the pieces that one thread of `kThreads`, a power of two, copies, and of those it reads.
+  __device__ __forceinline__ static Offsets copied_by(unsigned thread) {
+    const unsigned swap = kSwapped ? thread / kPiecesOfRow % 2 * 4 : 0, other = kSwapped ? 4 : 0;
+    return {ptx::opaque(16 * (thread ^ swap)), ptx::opaque(16 * (thread ^ swap ^ other))};
+  }
+  __device__ __forceinline__ static Offsets read_by(const Lane& lane) {
+    const unsigned swap = kSwapped ? lane.g & 1 : 0;
+    const unsigned row = 16 * (lane.g * kPiecesOfRow + lane.t);
+    return {ptx::opaque(row + 64 * swap), ptx::opaque(row + 64 * (1 - swap))};
+  }
+
+  // Starts the copies of one thread of `kThreads`; `slab` is the thread's first byte.
   template <int kThreads>
-  __device__ __forceinline__ void copy(const unsigned char* slab, unsigned thread) const {
-    const unsigned swap = kSwapped ? thread / kPiecesOfRow % 2 * 4 : 0;
+  __device__ __forceinline__ void copy(const unsigned char* slab, const Offsets& of_thread) const {
     const ptx::smem_t tile = ptx::to_smem(bytes);
-    const ptx::smem_t to[2] = {ptx::opaque(tile + 16 * (thread ^ swap)),
-                               ptx::opaque(tile + 16 * (thread ^ swap ^ (kSwapped ? 4 : 0)))};
+    const ptx::smem_t to[2] = {tile + of_thread.even, tile + of_thread.odd};
 #pragma unroll
     for (int i = 0; i < kPieces / kThreads; ++i) {
       ptx::cp_async16(to[i * kThreads / kPiecesOfRow % 2] + 16 * kThreads * i,
@@ -384,10 +473,8 @@ struct SlabTile {
       return ptx::load_shared16((J % 2 ? odd : even) + 128 * (half * kPiecesOfRow + J / 2));
     }
   };
-  __device__ __forceinline__ Pieces pieces(const Lane& lane) const {
-    const int swap = kSwapped ? lane.g & 1 : 0;
-    const ptx::smem_t row = ptx::to_smem(bytes) + 16 * (lane.g * kPiecesOfRow + lane.t);
-    return {ptx::opaque(row + 64 * swap), ptx::opaque(row + 64 * (1 - swap))};
+  __device__ __forceinline__ Pieces pieces(const Offsets& of_lane) const {
+    return {ptx::to_smem(bytes) + of_lane.even, ptx::to_smem(bytes) + of_lane.odd};
   }
 };
 

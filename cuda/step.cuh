@@ -40,20 +40,32 @@ struct NewDt {
   }
 };
 
-// A, D and dt_bias of some heads, one value a lane: 8 lanes each.
-__device__ __forceinline__ float load_constant(const CheckpointingSsuParams& params, int head,
-                                               int heads, const Lane& lane) {
-  head += min(lane.index % kHeadsOfItem, heads - 1);
-  const int which = lane.index / kHeadsOfItem;
-  if (which == 0) return convert::load_float(params.A, head * params.A_stride, params.A_type);
-  if (which == 1 && params.D != nullptr) {
-    return convert::load_float(params.D, head * params.D_stride, params.D_type);
+// A, D and dt_bias of heads: 8 lanes each, a value a lane. Which array a lane reads, and how, is
+// kept: it would be chosen anew for each item.
+struct HeadConstants {
+  const unsigned char* array;  // null: zeros
+  int64_t stride;              // in bytes
+  int type;
+  uint32_t raw;  // loaded long before it is used
+
+  __device__ __forceinline__ HeadConstants(const CheckpointingSsuParams& params, const Lane& lane) {
+    const int which = lane.index / kHeadsOfItem;
+    const void* of_lane = which == 0 ? params.A : which == 1 ? params.D : params.dt_bias;
+    type = which == 0 ? params.A_type : which == 1 ? params.D_type : params.dt_bias_type;
+    stride = which == 0 ? params.A_stride : which == 1 ? params.D_stride : params.dt_bias_stride;
+    type = ptx::opaque(static_cast<unsigned>(type));
+    stride *= type == kFloat32 ? 4 : 2;
+    array = ptx::computed_now(static_cast<const unsigned char*>(of_lane));
   }
-  if (which == 2 && params.dt_bias != nullptr) {
-    return convert::load_float(params.dt_bias, head * params.dt_bias_stride, params.dt_bias_type);
+
+  // Of some heads from `head` on.
+  __device__ __forceinline__ void load(int head, int heads, const Lane& lane) {
+    head += min(lane.index % kHeadsOfItem, heads - 1);
+    raw = 0;
+    if (array != nullptr) raw = convert::load_bits(array + head * stride, 0, type);
   }
-  return 0.0f;
-}
+  __device__ __forceinline__ float value() const { return convert::bits_to_float(raw, type); }
+};
 
 // ---- weights of the rows ------------------------------------------------------------------------
 
@@ -73,8 +85,10 @@ __device__ __forceinline__ void put_products(float* products, const GroupTile<Ac
     float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
     for (int J = 0; J < kDstate / 32; ++J) {
-      const uint4 c = C.load<uint4>(J);
-      const uint32_t a[4] = {c.x, c.z, c.y, c.w};
+      // Word by word in this order: of a piece the compiler would make a copy for each product.
+      const unsigned char* c = C.piece(J);
+      const uint32_t a[4] = {ptx::load_shared4(c), ptx::load_shared4(c + 8),
+                             ptx::load_shared4(c + 4), ptx::load_shared4(c + 12)};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint4 b = B[i].load<uint4>(J);
@@ -119,6 +133,7 @@ __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
   products += (old ? kRows * shape.tokens : 0) + j;
   auto* halves =
       reinterpret_cast<unsigned short*>(to + (old ? shape.old_rows() : 0)) + WeightShape::row(j);
+#pragma unroll 1
   for (int t = 0; t < window.q; ++t) {
     const double at_token = __shfl_sync(kAllLanes, decays.sum, first_lane + t);
     const int own = old ? -1 : first_token + t;
@@ -146,38 +161,53 @@ __device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays
   if (j == 0) to[kRows] = decays.decay(total);
 }
 
+// Where the weights that a lane takes lie, in words: those of the rows for each tile of tokens, and
+// exp(c_t) of its two tokens of the first tile.
+template <int kTokenTiles>
+struct WeightsOfLane {
+  unsigned rows[kTokenTiles], decays;
+
+  WeightsOfLane() = default;
+  __device__ __forceinline__ WeightsOfLane(const WeightShape& shape, const Window& window,
+                                           const Lane& lane)
+      : decays(ptx::opaque(static_cast<unsigned>(shape.decays() + 2 * lane.t))) {
+    const int last = max(window.q - 1, 0);
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+      rows[tile] =
+          ptx::opaque(static_cast<unsigned>(kRows * min(8 * tile + lane.g, last) + 4 * lane.t));
+    }
+  }
+};
+
 // Weights of 16 rows as a B operand: rows 0-7 and 8-15, in bf16 terms.
 template <int kTokenTiles>
 struct RowWeights {
   uint32_t upper[kTokenTiles][2], lower[kTokenTiles][2];
 
-  __device__ __forceinline__ RowWeights(const float* from, const Window& window, const Lane& lane) {
-    const int last = max(window.q - 1, 0);
+  __device__ __forceinline__ RowWeights(const float* from,
+                                        const WeightsOfLane<kTokenTiles>& of_lane) {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
-      const int t = min(8 * tile + lane.g, last);
-      const uint4 w = reinterpret_cast<const uint4*>(from + kRows * t)[lane.t];
+      const uint4 w = *reinterpret_cast<const uint4*>(from + of_lane.rows[tile]);
       upper[tile][0] = w.x, lower[tile][0] = w.y, upper[tile][1] = w.z, lower[tile][1] = w.w;
     }
   }
 };
 
-// What the checkpoint, by exp(c_t), and the rows give to the outputs of a head.
+// What the checkpoint, by exp(c_t), and the rows give to the outputs of a head. Behind the last
+// token it is anything: those columns are dropped.
 template <int kTokenTiles>
 struct Weights {
   RowWeights<kTokenTiles> rows;
   float decay[kTokenTiles][2];
 
-  __device__ __forceinline__ Weights(const float* from, const WeightShape& shape,
-                                     const Window& window, const Lane& lane)
-      : rows(from, window, lane) {
-    const int last = max(window.q - 1, 0);
+  __device__ __forceinline__ Weights(const float* from, const WeightsOfLane<kTokenTiles>& of_lane)
+      : rows(from, of_lane) {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        decay[tile][e] = from[shape.decays() + min(8 * tile + 2 * lane.t + e, last)];
-      }
+      const float2 v = *reinterpret_cast<const float2*>(from + of_lane.decays + 8 * tile);
+      decay[tile][0] = v.x, decay[tile][1] = v.y;
     }
   }
 };
@@ -191,29 +221,26 @@ constexpr bool kHalf = sizeof(State) == 1 || convert::same<State, fp16>;
 template <class State, class Act>
 constexpr bool kScaledC = kHalf<State> && convert::same<Act, bf16>;
 
-// Turns the rows of C into fp16 in their places, four at once, eight lanes each, and writes what
-// takes their scales back.
+// Turns the rows of C into fp16 in their places, as many at once as there are lanes for a piece
+// each, and writes what takes their scales back.
 template <class Act, int kDstate>
 __device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDstate>& tile, int q,
                                         const Lane& lane) {
-  constexpr int kPieces = kDstate / 64;  // of a lane
-  const int part = lane.index & 7;
-  for (int first = 0; first < q; first += 4) {
-    const int t = first + lane.index / 8;
+  constexpr int kLanes = kDstate / 8, kRowsAtOnce = 32 / kLanes;
+  const int part = lane.index % kLanes;
+#pragma unroll 1
+  for (int first = 0; first < q; first += kRowsAtOnce) {
+    const int t = first + lane.index / kLanes;
     auto* row = reinterpret_cast<uint4*>(tile.C + min(t, q - 1) * tile.kPitch) + part;
-    uint4 v[kPieces];
+    const uint4 v = *row;
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      v[i] = row[8 * i];
-      const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        largest = max(largest, max(words[k] << 16 & 0x7fff0000u, words[k] & 0x7fff0000u));
-      }
+    for (int k = 0; k < 4; ++k) {
+      largest = max(largest, max(words[k] << 16 & 0x7fff0000u, words[k] & 0x7fff0000u));
     }
 #pragma unroll
-    for (int step = 1; step < 8; step <<= 1) {
+    for (int step = 1; step < kLanes; step <<= 1) {
       largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
     }
     // 2^e of the largest, kept where its inverse is a number; infinities and NaN stay what they
@@ -225,10 +252,7 @@ __device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDst
       const float2 c = convert::unpack<bf16>(word);
       return convert::pack<fp16>(make_float2(c.x * down, c.y * down));
     };
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      row[8 * i] = make_uint4(scaled(v[i].x), scaled(v[i].y), scaled(v[i].z), scaled(v[i].w));
-    }
+    *row = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
     if (part == 0) scales[t] = __uint_as_float(exponent << 23);
   }
 }
@@ -290,13 +314,12 @@ __device__ __forceinline__ void read_out_words(
 }
 
 // acc += S C^T of a slab as stored, without its scales.
-template <class State, class Act, int kDstate, int kTokenTiles>
+template <class State, class Act, class Pieces, int kDstate, int kTokenTiles>
 __device__ __forceinline__ void read_out_slab(
-    float (&acc)[kTokenTiles][4], const SlabTile<State, kDstate>& slab,
-    const Readers<State, Act, kDstate, kTokenTiles>& readers, const Lane& lane) {
+    float (&acc)[kTokenTiles][4], const Pieces& pieces,
+    const Readers<State, Act, kDstate, kTokenTiles>& readers, const Lane&) {
   using R = Readers<State, Act, kDstate, kTokenTiles>;
   constexpr int kPairsOfPiece = R::kPiece / 2;
-  const auto pieces = slab.pieces(lane);
   if constexpr (sizeof(State) == 2 && (kHalf<State> || convert::same<State, Act>)) {
     read_out_words<State, Act>(acc, pieces, readers);
     return;
@@ -376,16 +399,20 @@ __device__ __forceinline__ void gate(float (&acc)[kTokenTiles][4], const unsigne
   }
 }
 
-// Hands the outputs of a slab to rows of shared memory; `y` is row 0, the slab's first column.
+// Where a lane's outputs of a slab lie: `y` is row 0, the slab's first column.
+__device__ __forceinline__ float* outputs_of_lane(float* y, int pitch, const Lane& lane) {
+  return y + 2 * lane.t * pitch + lane.g;
+}
+
+// Hands the outputs of a slab to rows of shared memory.
 template <int kTokenTiles>
-__device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* y, int pitch,
-                                            const Window& window, const Lane& lane) {
-  float* of_lane = y + 2 * lane.t * pitch + lane.g;
+__device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* of_lane,
+                                            int pitch, int q, const Lane& lane) {
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (8 * tile + 2 * lane.t + e < window.q) {
+      if (8 * tile + 2 * lane.t + e < q) {
         float* to = of_lane + (8 * tile + e) * pitch;
         to[0] = acc[tile][e], to[8] = acc[tile][e + 2];
       }
@@ -395,24 +422,25 @@ __device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], 
 
 // Takes the scales of rows g and g + 8 into the sums over a slab's codes.
 template <int kTokenTiles>
-__device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const float* scale,
-                                           const Lane& lane) {
+__device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const float* of_lane) {
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[tile][i] *= scale[lane.g + 8 * (i >> 1)];
+    for (int i = 0; i < 4; ++i) acc[tile][i] *= of_lane[8 * (i >> 1)];
   }
 }
 
 // From the sums over the checkpoint to the outputs of some slabs, of which row `first_row` is the
-// first: decayed, the rows added, gated, and handed to `y`, whose row 0 it is; slabs behind the
-// head are not handed on. In a flush the old rows are apart, and so are their weights.
-template <class Act, int kDstate, int kSlabs, int kTokenTiles>
+// first: decayed, the rows added, gated, and handed to `y`, the lane's outputs of the head's first
+// slab; slabs behind the head are not handed on. `new_x` is what the tile's function gives. In a
+// flush the old rows are apart, and so are their weights.
+template <class Act, int kDstate, int kSlabs, int kTokenTiles, class Map>
 __device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4],
                                              const Weights<kTokenTiles>& weights,
                                              const float* old_weights,
-                                             const HeadTile<Act, kDstate>& rows, const RowMap& map,
-                                             int first_row, int head_dim, float* y,
+                                             const WeightsOfLane<kTokenTiles>& of_lane,
+                                             ptx::smem_t new_x, const HeadTile<Act, kDstate>& rows,
+                                             const Map& map, int first_row, int head_dim, float* y,
                                              const Window& window, const Lane& lane) {
 #pragma unroll
   for (int k = 0; k < kSlabs; ++k) {
@@ -425,24 +453,25 @@ __device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4
   constexpr int kBytes = kRows * sizeof(Act);  // of a slab, in a row of x
   const int first = first_row * static_cast<int>(sizeof(Act));
   if (window.flush) {
-    const RowWeights<kTokenTiles> of_old(old_weights, window, lane);
+    const RowWeights<kTokenTiles> of_old(old_weights, of_lane);
     const ptx::smem_t x = rows.old_x(map, window, lane) + first;
 #pragma unroll
     for (int k = 0; k < kSlabs; ++k) add_rows<Act>(acc[k], of_old, x + k * kBytes);
   }
-  const ptx::smem_t x = rows.new_x(map, window, lane) + first;
+  const ptx::smem_t x = new_x + first;
 #pragma unroll
   for (int k = 0; k < kSlabs; ++k) add_rows<Act>(acc[k], weights.rows, x + k * kBytes);
-  if (const unsigned char* z = rows.z()) {
+  if (rows.shape.gated != 0) {
 #pragma unroll
     for (int k = 0; k < kSlabs; ++k) {
-      gate<Act>(acc[k], z + first + k * kBytes, rows.shape.x_pitch, window, lane);
+      gate<Act>(acc[k], rows.z() + first + k * kBytes, rows.shape.x_pitch, window, lane);
     }
   }
+  y += first_row;
 #pragma unroll
   for (int k = 0; k < kSlabs; ++k) {
-    if (k > 0 && first_row + k * kRows >= head_dim) break;
-    put_outputs(acc[k], y + first_row + k * kRows, rows.shape.y_pitch() / 4, window, lane);
+    const int q = k > 0 && first_row + k * kRows >= head_dim ? 0 : window.q;
+    put_outputs(acc[k], y + k * kRows, rows.shape.y_pitch() / 4, q, lane);
   }
 }
 

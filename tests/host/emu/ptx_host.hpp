@@ -103,9 +103,14 @@ using smem_t = unsigned char*;  // a 32-bit shared address on the device
 inline smem_t to_smem(const void* p) { return static_cast<smem_t>(const_cast<void*>(p)); }
 inline smem_t opaque(smem_t v) { return v; }
 inline unsigned opaque(unsigned v) { return v; }
-inline int atomic_add_shared(smem_t address, int v) {
-  return atomicAdd(reinterpret_cast<int*>(address), v);
+template <class T>
+inline T* kept(T* p) {
+  return p;
 }
+inline int atomic_count_shared(smem_t address) {
+  return emu::lane() == 0 ? atomicAdd(reinterpret_cast<int*>(address), 1) : 0;
+}
+inline unsigned load_shared4(const void* p) { return *static_cast<const unsigned*>(p); }
 inline uint4 load_shared16(smem_t address) { return *reinterpret_cast<const uint4*>(address); }
 inline void store_keep16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 inline unsigned char* dynamic_smem() { return emu::g_block->shared; }
@@ -121,6 +126,7 @@ inline long long mul_wide(int a, int b) { return static_cast<long long>(a) * b; 
 inline const unsigned char* mad_wide(unsigned a, unsigned b, const unsigned char* p) {
   return p + uint64_t{a} * b;
 }
+inline float cvt_f32_f64(double v) { return static_cast<float>(v); }
 template <class T>
 inline T* computed_now(T* p) {
   return p;
@@ -177,8 +183,8 @@ void cp_async(smem_t dst, const void* src) {
   emu::g_thread->open_copies.push_back(std::move(copy));
 }
 inline void cp_async16(smem_t dst, const void* src) { cp_async<16>(dst, src); }
-inline void cp_async16_if(bool there, smem_t dst, const void* src) {
-  if (there) cp_async16(dst, src);
+inline void cp_async16_if_less(int a, int b, smem_t dst, const void* src) {
+  if (a < b) cp_async16(dst, src);
 }
 inline void cp_async4(smem_t dst, const void* src) { cp_async<4>(dst, src); }
 inline void cp_async_commit() {
