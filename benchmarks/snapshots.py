@@ -104,6 +104,7 @@ def measure(dtype: str, args: argparse.Namespace, rate: float) -> None:
     import cupy
 
     import replayssm_cupy as ssm
+    from replayssm_cupy.prefix_tables import COPY_TABLES, TABLES
 
     most = max(max(args.active), 1)
     stack = ssm.LayerStack(
@@ -120,13 +121,16 @@ def measure(dtype: str, args: argparse.Namespace, rate: float) -> None:
     slots[:most], targets[:most] = np.arange(most), most + np.arange(most)
     src, dst = (cupy.asarray(np.tile(one, (LAYERS, 1))) for one in (slots, targets))
     start = cupy.zeros(BATCH, np.int32)
-    sizes = {
+    sizes: dict[str, Any] = {
         "state_dtype": dtype, "input_dtype": "bfloat16", "matrixA_dtype": "float32",
         "dim": HEAD_DIM, "dstate": DSTATE, "num_heads": NHEADS,
         "heads_per_group": NHEADS // NGROUPS, "max_window": WINDOW,
         "ring_buffer_len": WINDOW + 1,
     }  # fmt: skip
-    columns = [cupy.asarray(column) for column in tables.addresses]
+    columns = dict(zip((*TABLES, *COPY_TABLES), map(cupy.asarray, tables.addresses), strict=True))
+    copies = {name: columns.pop(name) for name in COPY_TABLES}
+    if "+" in dtype:
+        sizes |= copies
     for active in args.active:
         listed = rows.copy()
         listed[:active] = np.arange(active)
@@ -135,7 +139,9 @@ def measure(dtype: str, args: argparse.Namespace, rate: float) -> None:
             lengths = cupy.full(BATCH, prefix, np.int32)
 
             def launch(lengths: Any = lengths, requests: Any = requests) -> None:
-                ssm.replayssm_materialize(*columns, src, dst, start, lengths, requests, **sizes)
+                ssm.replayssm_materialize(
+                    *columns.values(), src, dst, start, lengths, requests, **sizes
+                )
 
             time = graph_time(launch, LAUNCHES)
             moved = active * bytes_moved(dtype, prefix)

@@ -21,6 +21,7 @@ import bench  # noqa: E402
 import host_side  # noqa: E402
 import peers  # noqa: E402
 import report  # noqa: E402
+import snapshots  # noqa: E402
 import steps  # noqa: E402
 import workload  # noqa: E402
 from workload import Acceptance, Shape  # noqa: E402
@@ -456,7 +457,8 @@ def numpy_for_cupy(monkeypatch) -> SimpleNamespace:
     )
     pool = SimpleNamespace(used_bytes=lambda: 7, total_bytes=lambda: 9)
     names = {
-        name: getattr(np, name) for name in ("asarray", "exp", "broadcast_to", "resize", "zeros")
+        name: getattr(np, name)
+        for name in ("asarray", "broadcast_to", "exp", "full", "resize", "zeros")
     }
     fake = SimpleNamespace(
         **names, cuda=cuda, ndarray=np.ndarray, get_default_memory_pool=lambda: pool
@@ -559,6 +561,28 @@ def test_decode_on_the_cpu_path(more, numpy_for_cupy, monkeypatch, tmp_path, cap
         assert report.line(row, report.columns(rows)) in printed
     for shape in ("4 heads in 2 groups, 64 x 128, W = 16", "2 heads in 2 groups, 64 x 64, W = 16"):
         assert shape in printed
+
+
+@pytest.mark.parametrize("dtype", snapshots.STATE_BYTES)
+def test_snapshots_on_the_cpu_path(dtype, numpy_for_cupy, monkeypatch, capsys):
+    monkeypatch.setattr(snapshots, "copy_rates", lambda: {"kernel": 4e6})
+    for name, size in {"LAYERS": 2, "NHEADS": 2, "NGROUPS": 1, "BATCH": 4}.items():
+        monkeypatch.setattr(snapshots, name, size)
+    monkeypatch.setattr(sys, "argv", ["snapshots.py", "--dtypes", dtype, "--active", "0,2"])
+    snapshots.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "copy by the kernel 4.00 TB/s, read and written"
+    named = [line.split("us")[0].split()[:-1] for line in lines[1:]]
+    assert named == [
+        [dtype, *words.split()]
+        for words in (
+            "0 active prefix 8",
+            "0 active plan",
+            "2 active prefix 8",
+            "2 active prefix 0",
+            "2 active plan",
+        )
+    ]
 
 
 def test_memory_that_grows_is_a_failure(capsys):
