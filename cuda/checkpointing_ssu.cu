@@ -505,9 +505,9 @@ struct Worker {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// 16-bit states leave room for more warps; a fold of an 8-bit one wants the registers.
-template <class State, int kTokenTiles>
-constexpr int kMostThreads = sizeof(State) == 2 && kTokenTiles == 1 ? 384 : 256;
+// A second tile of tokens wants the registers of a third of the warps.
+template <int kTokenTiles>
+constexpr int kMostThreads = kTokenTiles == 1 ? 384 : 256;
 
 // The block's items, list after list.
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
@@ -528,7 +528,7 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
 }
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -538,7 +538,7 @@ __global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
 // What was written before the precompute is complete when this starts; what it writes itself is
 // waited for by each warp.
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<State, kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
     checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::fence_acq_rel_gpu();
   ptx::grid_dependency_launch();

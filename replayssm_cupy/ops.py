@@ -124,11 +124,10 @@ def checkpointing_ssu(
     algorithm : "monolith": one kernel. "two-kernel": the first writes the weights of the rows to
         the scratch, without which this is an error, and the second, which may start while the first
         still runs, takes them from there. "auto": by measured bounds, of which there are none so
-        far: one kernel. The bits are those of one kernel in its form for many heads. One kernel
-        does the step too where scratch of
-        FlashInfer's shape does not hold the weights as they are (more than 6 tokens, or more than 2
-        with max_window up to 8), and with dstate 256 if the state is 8-bit or there are more than 8
-        tokens.
+        far: one kernel. The bits are those of one kernel. One kernel does the step too with few
+        heads and one or two tokens, where scratch of FlashInfer's shape does not hold the weights
+        as they are (more than 6 tokens, or more than 2 with max_window up to 8), and with dstate
+        256 if the state is 8-bit or there are more than 8 tokens.
     max_window : W, the most live rows, at most 16; ring_buffer_len - npredicted (or max_seqlen) if
         None.
     force_flush : (batch,) bool or uint8: rows where it is set fold whatever is live. Pass the same

@@ -137,9 +137,13 @@ def schedule(
         if not keys:
             raise ValueError(f"{step.not_small} ({state_dtype} states with dstate = {dstate})")
     order = [_schedule(key, step, on) for key in keys]
-    if prefers_small(keys[0], step, on):
+    few = prefers_small(keys[0], step, on)
+    if few:
         order.reverse()
-    second = two_kernel_key(state_dtype, activation_dtype, dstate, step.tokens)
+    # The small form sums outputs in an order of its own, and two kernels give the bits of one.
+    second = None
+    if not (few and isinstance(keys[-1], SmallCheckpointingSsuKey)):
+        second = two_kernel_key(state_dtype, activation_dtype, dstate, step.tokens)
     if second is not None and takes_two_kernels(second, step, on):
         order.insert(0, _stream(second, step, on))
     for launch in order:
@@ -190,7 +194,7 @@ def slabs_of_stage(key: CheckpointingSsuKey) -> int:
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if key.state_dtype in ("bfloat16", "float16") and key.token_tiles == 1 else 8
+    return 12 if key.token_tiles == 1 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:

@@ -225,6 +225,16 @@ def test_states_without_a_streaming_form(planned):
     assert type(made.key) is SmallCheckpointingSsuKey and made.before is None
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+def test_the_form_that_sums_in_its_own_order_has_no_second_kernel(planned, monkeypatch, tokens):
+    """Few heads and one or two tokens: one kernel, so that the bits are those of one kernel."""
+    choose_form(monkeypatch, "small")
+    made = planned(Case(ODD, tokens, 16, "float32", num_slots=SLOTS), "own", "two-kernel")
+    small = tokens <= 2
+    assert isinstance(made.key, SmallCheckpointingSsuKey) == small
+    assert (made.before is None) == small
+
+
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_second_kernel_always_starts_early(planned, pdl):
     """The first one does if it is asked to; both read one record, in copies of the plan too."""
