@@ -53,151 +53,175 @@ __device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
 
 // ---- flush: all warps ---------------------------------------------------------------------------
 
+// It keeps nothing of what the warps had before, which would take registers from them.
 template <class State, class Act, int kDstate, int kTokens>
-struct FoldWarp : Block<kTokens> {
-  using Base = Block<kTokens>;
-  using Base::first_row, Base::request;
-  using Base::params, Base::shared, Base::head, Base::group;
-
-  __device__ __forceinline__ explicit FoldWarp(const Base& block) : Base(block) {}
-
+struct FoldWarp {
   // What a warp folds at a time: 16 rows of a slab, and of them 16 bytes a lane, or 8 of an 8-bit
   // state. Lane 4 g + t has rows g and g + 8.
   struct Piece {
     static constexpr int kPairs = sizeof(State) == 4 ? 2 : 4, kColumns = 2 * kPairs;
+    static constexpr int kBytes = kColumns * sizeof(State);  // of a lane in a row
     static constexpr int kCount = kDstate / (4 * kColumns);  // of a slab
     float2 v[2][kPairs];
   };
-  // Row g of piece n of the slab whose first row is p.
-  __device__ __forceinline__ State* place_of(int p, int n, const Lane& at) const {
-    return static_cast<State*>(params.state) +
-           static_cast<unsigned>(request.slot) * params.state_slot_stride +
-           head * params.state_head_stride + (p + at.g) * kDstate +
-           (4 * n + at.t) * Piece::kColumns;
+  static constexpr int kPieces = Piece::kCount;
+
+  const CheckpointingSsuParams& params;
+  Shared<kTokens>& shared;
+  const Lane at;
+  const int warps, warp;
+  const unsigned head, row;  // the lane's row g in the first slab
+  const Window window;
+  // Where the lane's part of that row is, its scale, and the same element of four old rows of x.
+  Bytes state, scale, x[4];
+  // B of the old rows as operands of the piece that they were loaded for, see `prepare_B`.
+  uint32_t b[2][Piece::kPairs];
+
+  // Old row j of a ring of the sequence, behind its first byte of `index`.
+  __device__ __forceinline__ Bytes old_row(int j, Bytes ring, int slot_bytes, unsigned index,
+                                           int index_bytes, int row_bytes) const {
+    const RowMap map = {window.start, params.ring_buffer_len};
+    const Bytes first = behind(behind(ring, index, index_bytes), shared.slot, slot_bytes);
+    return behind(first, map.old_row(window, j), row_bytes);
+  }
+
+  __device__ __forceinline__ FoldWarp(const CheckpointingSsuParams& p, Shared<kTokens>& s)
+      : params(p),
+        shared(s),
+        warps(p.threads / 32),
+        warp(threadIdx.x >> 5),
+        head(blockIdx.y + ptx::zero_of_lane()),
+        row(blockIdx.z * p.rows_of_block + at.g),
+        window{s.start, s.live, 0, true} {
+    state = behind(behind(bytes_of(params.state), shared.slot, params.state_slot_bytes), head,
+                   params.state_head_bytes);
+    state += static_cast<unsigned>(row * kDstate * sizeof(State) + at.t * Piece::kBytes);
+    if constexpr (convert::kScaled<State>) {
+      scale = behind(bytes_of(params.state_scale), shared.slot, params.state_scale_slot_bytes);
+      scale = behind(scale, head, params.state_scale_head_bytes) + 4u * row;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = 2 * at.t + 8 * (i >> 1) + (i & 1);
+      x[i] = old_row(j, bytes_of(params.x_cache), params.x_cache_slot_bytes, head,
+                     params.x_cache_head_bytes, params.x_cache_row_bytes);
+      x[i] += static_cast<unsigned>(row * sizeof(Act));
+    }
   }
 
   // x of the old rows of a slab as an A operand.
-  __device__ __forceinline__ void load_x(uint32_t (&x)[4], int p, const RowMap& map,
-                                         const Lane& at) const {
-    const Act* ring = x_ring<Act>(params, request.slot, head) + p + at.g;
+  __device__ __forceinline__ void load_x(uint32_t (&operand)[4], unsigned slab) const {
+    constexpr unsigned kBytesOfHalf = 8 * sizeof(Act);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t halves[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int j = map.old_row(request.window, 2 * at.t + 8 * (i >> 1) + e);
-        const Act* from = ring + row_offset(j, params.x_cache_row_stride) + 8 * (i & 1);
-        halves[e] = *reinterpret_cast<const unsigned short*>(from);
-      }
-      x[i] = halves[0] | halves[1] << 16;
+      const Bytes even = x[2 * (i >> 1)] + 2 * kBytesOfHalf * slab + kBytesOfHalf * (i & 1);
+      const Bytes odd = x[2 * (i >> 1) + 1] + 2 * kBytesOfHalf * slab + kBytesOfHalf * (i & 1);
+      operand[i] = *reinterpret_cast<const unsigned short*>(even) |
+                   *reinterpret_cast<const unsigned short*>(odd) << 16;
     }
   }
 
-  // B of the old rows as operands of a piece, see `prepare_B`. `column` is the lane's first.
-  template <int kPairs>
-  __device__ __forceinline__ void load_B(uint32_t (&b)[2][kPairs], int column, const RowMap& map,
-                                         const Lane& at) const {
+  __device__ __forceinline__ void load_B(unsigned n) {
+    const unsigned bytes = (4 * n + at.t) * static_cast<unsigned>(Piece::kColumns * sizeof(Act));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int j = map.old_row(request.window, 8 * i + at.g);
-      load_words(b[i], B_ring<Act>(params, request.slot, group) +
-                           row_offset(j, params.B_cache_row_stride) + column);
+      const Bytes B =
+          old_row(8 * i + at.g, bytes_of(params.B_cache), params.B_cache_slot_bytes,
+                  group_of(params, head), params.B_cache_group_bytes, params.B_cache_row_bytes);
+      load_words(b[i], B + bytes);
 #pragma unroll
-      for (int r = 0; r < kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
+      for (int r = 0; r < Piece::kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
     }
   }
 
-  __device__ __forceinline__ float* scale_of(int p) const {
-    return params.state_scale +
-           static_cast<unsigned>(request.slot) * params.state_scale_slot_stride +
-           head * params.state_scale_head_stride + p;
+  // Row g of the slab at piece n.
+  __device__ __forceinline__ State* place_of(unsigned slab, unsigned n) const {
+    const unsigned offset = slab * kRows * kDstate * sizeof(State) + n * 4 * Piece::kBytes;
+    return reinterpret_cast<State*>(const_cast<unsigned char*>(state + offset));
+  }
+  __device__ __forceinline__ float* scale_of(unsigned slab) const {
+    return reinterpret_cast<float*>(const_cast<unsigned char*>(scale + 4 * kRows * slab));
   }
 
-  // Folds the old rows into piece n of the slab whose first row is p.
-  __device__ __forceinline__ void fold(Piece& piece, int p, int n, const Lane& at) const {
-    constexpr int kPairs = Piece::kPairs;
-    const RowMap map = {request.window.start, params.ring_buffer_len};
-    const State* from = place_of(p, n, at);
-    uint32_t x[4], b[2][kPairs], stored[2][4] = {};
-    constexpr int kWords = Piece::kColumns * sizeof(State) / 4;
+  // Of pairs q and q + 1. What an fp16 pair is unpacked to would fill registers from slab to slab.
+  __device__ __forceinline__ uint4 operands(int q) const {
+    return make_uint4(ptx::opaque(b[0][q]), ptx::opaque(b[1][q]), ptx::opaque(b[0][q + 1]),
+                      ptx::opaque(b[1][q + 1]));
+  }
+
+  // Folds the old rows into a piece of a slab; B is there as the piece's operands.
+  __device__ __forceinline__ void fold(Piece& piece, unsigned slab, const State* from) const {
+    constexpr int kPairs = Piece::kPairs, kWords = Piece::kBytes / 4;
+    uint32_t operand[4], stored[2][4] = {};
     load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), from);
     load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), from + 8 * kDstate);
-    load_x(x, p, map, at);
-    load_B(b, (4 * n + at.t) * Piece::kColumns, map, at);
-    const Fold<State> rows = prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), x);
+    load_x(operand, slab);
+    const Fold<State> rows =
+        prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), operand);
     ptx::keep_order();  // what is unpacked early fills registers
     float decay[2] = {rows.decay, rows.decay};
     if constexpr (convert::kScaled<State>) {
-      const float* scale = scale_of(p + at.g);
-      decay[0] *= scale[0], decay[1] *= scale[8];
+      decay[0] *= scale_of(slab)[0], decay[1] *= scale_of(slab)[8];
     }
     fold_piece<State, Act>(
         piece.v[0], piece.v[1], make_uint4(stored[0][0], stored[0][1], stored[0][2], stored[0][3]),
         make_uint4(stored[1][0], stored[1][1], stored[1][2], stored[1][3]),
-        [&](int q) { return make_uint4(b[0][q], b[1][q], b[0][q + 1], b[1][q + 1]); }, decay, rows);
+        [&](int q) { return operands(q); }, decay, rows);
   }
 
   __device__ __forceinline__ void run() {
-    constexpr int kPieces = Piece::kCount;
-    const Lane at;
-    const int warps = params.threads / 32, pieces = Base::rows_of_block() / kRows * kPieces;
-    const int warp = threadIdx.x >> 5;
-    __syncthreads();  // the weights are there, and all have read the checkpoint
-    request.slot = Base::low;
-    request.window.start = shared.start, request.window.live = shared.live;
+    const int left = params.head_dim - static_cast<int>(blockIdx.z * params.rows_of_block);
+    const int pieces = min(params.rows_of_block, left) / kRows * kPieces;
     if constexpr (convert::kScaled<State>) {
-      const int at_once = warps & ~(kPieces - 1);  // whole slabs
+      const int at_once = warps & ~(kPieces - 1);  // whole slabs, the same piece each time
+      const bool any = warp < at_once;
+      if (any) load_B(warp % kPieces);
       for (int first = 0; first < pieces; first += at_once) {
-        flush_scaled(first + warp, warp < at_once && first + warp < pieces, at);
+        flush_scaled(first + warp, any && first + warp < pieces);
       }
     } else {
       for (int n = warp; n < pieces; n += warps) {
-        const int p = first_row + n / kPieces * kRows;
         Piece piece;
-        fold(piece, p, n % kPieces, at);
-        Target<State, kDstate>{params, place_of(p, n % kPieces, at), nullptr}.put(piece.v, 0);
+        State* place = place_of(n / kPieces, n % kPieces);
+        if (n == warp || warps % kPieces != 0) load_B(n % kPieces);
+        fold(piece, n / kPieces, place);
+        Target<State, kDstate>{params, place, nullptr}.put(piece.v, 0);
       }
     }
   }
 
   // Piece n of the block's slabs: a row is encoded when all of its pieces are known.
-  __device__ __forceinline__ void flush_scaled(int n, bool any, const Lane& at) const {
-    constexpr int kPieces = Piece::kCount;
+  __device__ __forceinline__ void flush_scaled(unsigned n, bool any) const {
+    const unsigned slab = n / kPieces, of_block = kRows * slab + at.g;
+    State* place = place_of(slab, n % kPieces);
     Piece piece;
     if (any) {
-      const int p = n / kPieces * kRows;  // of the block
-      fold(piece, first_row + p, n % kPieces, at);
+      fold(piece, slab, place);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float amax = of_row(largest(piece.v[h]));
-        if (at.t == 0) shared.largest[p + at.g + 8 * h][n % kPieces] = amax;
+        if (at.t == 0) shared.largest[of_block + 8 * h][n % kPieces] = amax;
       }
     }
     __syncthreads();
-    if (any) put(piece, ptx::opaque(static_cast<unsigned>(n)), at);
-  }
-
-  __device__ __forceinline__ void put(const Piece& piece, unsigned n, const Lane& at) const {
-    constexpr int kPieces = Piece::kCount;
-    const int p = n / kPieces * kRows, J = n % kPieces;
+    if (!any) return;
     const Target<State, kDstate> target = {params, nullptr, nullptr};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float amax = 0.0f;
+      const float* of_pieces = shared.largest[of_block + 8 * h];
+      float amax = of_pieces[0];
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        amax = ptx::max_magnitude(amax, shared.largest[p + at.g + 8 * h][i]);
-      }
-      const convert::RowScale scale = convert::row_scale<State>(amax);
-      target.put_half(place_of(first_row + p + 8 * h, J, at), piece.v[h], scale);
-      if (J == 0 && at.t == 0) *scale_of(first_row + p + at.g + 8 * h) = scale.decode;
+      for (int i = 1; i < kPieces; ++i) amax = ptx::max_magnitude(amax, of_pieces[i]);
+      const convert::RowScale row_scale = convert::row_scale<State>(amax);
+      target.put_half(place + 8 * h * kDstate, piece.v[h], row_scale);
+      if (n % kPieces == 0 && at.t == 0) scale_of(slab)[8 * h] = row_scale.decode;
     }
   }
 };
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-constexpr int kMostWarps = 14;  // of a block; twice as many are resident, in blocks of any size
+constexpr int kMostWarps = 16;  // of a block; twice as many are resident, in blocks of any size
 
 template <class State, class Act, int kDstate, int kTokens>
 __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
@@ -211,12 +235,16 @@ __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
   Block<kTokens> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
   if (block.has(kPacked)) ptx::aside([&] { block.find_tokens(); });
   int flush;
-  if (block.warp >= params.state_warps) {
+  if (threadIdx.x >= params.threads - 32) {
+    flush = RingWarp<Act, kTokens>(block).run();
+  } else if (block.warp >= params.state_warps) {
     flush = WeightWarp<Act, kDstate, kTokens>(block).run();
   } else if (!block.has(kSeveralQuads)) {
     flush = StateWarp<State, Act, kDstate, kTokens, 1>(block).run();
   } else {
     flush = StateWarp<State, Act, kDstate, kTokens, kQuads>(block).run();
   }
-  if (flush != 0) FoldWarp<State, Act, kDstate, kTokens>(block).run();
+  if (flush == 0) return;
+  __syncthreads();  // the weights are there, and all have read the checkpoint
+  FoldWarp<State, Act, kDstate, kTokens>(params, block.shared).run();
 }

@@ -26,8 +26,10 @@ struct Shared {
   alignas(16) float weights[kStepRows][kTokens];
   alignas(16) float decays[kTokens];
   float new_weights[kTokens][kTokens];
-  int flush, start, live;
-  // What a flush takes: `put_fold_weights`, and the largest magnitudes in the pieces of 8-bit rows.
+  int flush;
+  // What a flush takes: where the old rows are, what they weigh (see `put_fold_weights`), and the
+  // largest magnitudes in the pieces of 8-bit rows.
+  int slot, start, live;
   float fold_weights[kRows + 4];
   float largest[kMostRowsOfBlock][8];
 };
@@ -195,6 +197,9 @@ struct Block {
                   params.prev_num_accepted_tokens_bytes);
   }
   // As `set_window` does.
+  __device__ __forceinline__ void find_window() {
+    find_window(ptx::ld_global_u32(ring_start_of_slot()), ptx::ld_global_u32(live_rows_of_slot()));
+  }
   __device__ __forceinline__ void find_window(int start, int live) {
     bool forced = false;
     if (has(kForcedFlushes)) {
@@ -204,25 +209,19 @@ struct Block {
     set_window(params, request, start, live, forced);
   }
 
-  // For the fold: the window, and what each old row weighs.
-  __device__ __forceinline__ void prepare_flush(float A) const {
+  // Where token t goes in a ring of the sequence, behind the live rows.
+  __device__ __forceinline__ unsigned char* new_row(Bytes ring, int slot_bytes, unsigned index,
+                                                    int index_bytes, int t, int row_bytes) const {
     const Window& window = request.window;
-    if (lane == 0) shared.start = window.start, shared.live = window.live;
-    float dt = 0.0f;
-    if (lane < window.live) {
-      const int place = ring_row(window.start, lane, params.ring_buffer_len);
-      dt = dt_ring(params, request.slot, head)[row_offset(place, params.dt_cache_row_stride)];
-    }
-    put_fold_weights(shared.fold_weights, Decays(dt, A));
+    int row = ring_row(window.start, window.live, params.ring_buffer_len);
+    if (kTokens > 1) row = ring_row(row, t, params.ring_buffer_len);
+    const Bytes first = behind(behind(ring, index, index_bytes), request.slot, slot_bytes);
+    return const_cast<unsigned char*>(behind(first, row, row_bytes));
   }
 
   // Whether a sequence without tokens flushes.
   __device__ __forceinline__ int run_without_tokens() {
-    find_window(*reinterpret_cast<const int*>(ring_start_of_slot()),
-                *reinterpret_cast<const int*>(live_rows_of_slot()));
-    if (request.window.flush && threadIdx.x < 32) {
-      prepare_flush(convert::load_float(params.A, head * params.A_stride, params.A_type));
-    }
+    find_window();
     return request.window.flush;
   }
 };

@@ -1,5 +1,6 @@
 // Weight warps of the small form: what each row of a step weighs in each output, and the new rows
-// of the rings. A warp has eight rows, as columns of products of C and B on tensor cores.
+// of the rings. A warp has eight rows, as columns of products of C and B on tensor cores. One more
+// warp is there for a flush.
 #pragma once
 #include "small.cuh"
 
@@ -35,7 +36,7 @@ struct WeightWarp : Block<kTokens> {
   // What the lane asks for: one of dt, dt_bias, A and D as lane t, and dt of the ring row that it
   // stands for.
   struct Inputs {
-    uint4 B[kPieces], C[kPieces], x;
+    uint4 B[kPieces], C[kPieces];
     uint32_t scalar;
     float dt;
     int start, live;
@@ -96,16 +97,6 @@ struct WeightWarp : Block<kTokens> {
     return behind(B, t(), 16);
   }
   static constexpr unsigned kBytesToCache = 24;  // in the record, from B to B_cache
-
-  // The lane's piece of the block's part of x of a token, 16 bytes.
-  __device__ __forceinline__ int token_of_x() const { return lane >> 3; }
-  __device__ __forceinline__ bool has_x() const {
-    return (token_of_x() < (kTokens == 1 ? 1 : request.window.q)) &
-           (8 * (lane & 7) < Base::rows_of_block());
-  }
-  __device__ __forceinline__ int bytes_of_x() const {
-    return first_row * static_cast<int>(sizeof(Act)) + 16 * (lane & 7);
-  }
 
   // Row j of the live ones, where ring row r of the step is.
   __device__ __forceinline__ int live_row(int r) const {
@@ -176,34 +167,20 @@ struct WeightWarp : Block<kTokens> {
     shared.new_weights[own][t] = weight;
   }
 
-  // Writes the tokens behind the live rows: x of the block, and dt and B once.
+  // Writes dt and B of the tokens behind the live rows, once.
   __device__ __forceinline__ void append(const Inputs& in, const float (&new_dt)[kTokens]) const {
-    const unsigned slot = request.slot;
-    const Window& window = request.window;
-    const int end = ring_row(window.start, window.live, params.ring_buffer_len);
-    const auto place = [&](int t) {
-      return kTokens == 1 ? end : ring_row(end, t, params.ring_buffer_len);
-    };
-    const auto row_of = [&](Bytes ring, int slot_bytes, int index, int index_bytes, int t,
-                            int row_bytes) {
-      const Bytes first = behind(behind(ring, index, index_bytes), slot, slot_bytes);
-      return const_cast<unsigned char*>(behind(first, place(t), row_bytes));
-    };
-    if (has_x()) {
-      unsigned char* x = row_of(bytes_of(params.x_cache), params.x_cache_slot_bytes, head,
-                                params.x_cache_head_bytes, token_of_x(), params.x_cache_row_bytes);
-      *reinterpret_cast<uint4*>(x + bytes_of_x()) = in.x;
-    }
     if (first_row > 0) return;
+    const Window& window = request.window;
     if (lane < (kTokens == 1 ? 1 : window.q)) {
-      unsigned char* dt = row_of(bytes_of(params.dt_cache), params.dt_cache_slot_bytes, head,
-                                 params.dt_cache_head_bytes, lane, params.dt_cache_row_bytes);
+      unsigned char* dt =
+          Base::new_row(bytes_of(params.dt_cache), params.dt_cache_slot_bytes, head,
+                        params.dt_cache_head_bytes, lane, params.dt_cache_row_bytes);
       *reinterpret_cast<float*>(dt) = kTokens > 1 && lane > 0 ? new_dt[kTokens - 1] : new_dt[0];
     }
     const int own = Base::token_of_row(rows + g());
     if (own < 0 || own >= window.q || head != group * params.heads_per_group) return;
-    unsigned char* B = row_of(bytes_of(params.B_cache), params.B_cache_slot_bytes, group,
-                              params.B_cache_group_bytes, own, params.B_cache_row_bytes);
+    unsigned char* B = Base::new_row(bytes_of(params.B_cache), params.B_cache_slot_bytes, group,
+                                     params.B_cache_group_bytes, own, params.B_cache_row_bytes);
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) reinterpret_cast<uint4*>(B)[4 * n + t()] = in.B[n];
   }
@@ -212,9 +189,6 @@ struct WeightWarp : Block<kTokens> {
   __device__ __forceinline__ int run() {
     Inputs in;
     ask_for_tokens(in);
-    if (is_last_warp() && has_x()) {
-      in.x = ptx::ld_global_v4(Base::x_of_token(token_of_x()) + bytes_of_x());
-    }
     Bytes dt = behind(bytes_of(params.dt_cache), head, params.dt_cache_head_bytes);
     dt = ptx::computed_now(dt);
     ptx::keep_order();
@@ -243,11 +217,68 @@ struct WeightWarp : Block<kTokens> {
     const float of_token = product(in);
     Base::find_window(in.start, in.live);
     put_weight(in, of_token, new_dt, A, take(kD, 0));
-    const bool flush = request.window.flush;
     ptx::barrier_arrive<1>(params.threads);
     if (is_last_warp()) append(in, new_dt);
-    if (flush && rows == 0) Base::prepare_flush(A);
-    return flush;
+    return request.window.flush;
+  }
+};
+
+// The last warp of a block: x of the new rows of the ring, and what the old ones weigh in a fold,
+// if there is one.
+template <class Act, int kTokens>
+struct RingWarp : Block<kTokens> {
+  using Base = Block<kTokens>;
+  using Base::first_row, Base::request;
+  using Base::params, Base::shared, Base::lane, Base::head;
+
+  __device__ __forceinline__ explicit RingWarp(const Base& block) : Base(block) {}
+
+  // The lane's piece of the block's part of x of a token, 16 bytes.
+  __device__ __forceinline__ int token_of_x() const { return lane >> 3; }
+  __device__ __forceinline__ bool has_x() const {
+    return (token_of_x() < request.window.q) & (8 * (lane & 7) < Base::rows_of_block());
+  }
+  __device__ __forceinline__ int bytes_of_x() const {
+    return first_row * static_cast<int>(sizeof(Act)) + 16 * (lane & 7);
+  }
+
+  // dt of a ring row.
+  __device__ __forceinline__ float dt_of(Bytes dt, int row) const {
+    return load_float(behind(dt, row, params.dt_cache_row_bytes));
+  }
+
+  // Whether the sequence flushes.
+  __device__ __forceinline__ int run() {
+    uint4 tokens;
+    if (has_x()) tokens = ptx::ld_global_v4(Base::x_of_token(token_of_x()) + bytes_of_x());
+    Bytes dt = behind(bytes_of(params.dt_cache), head, params.dt_cache_head_bytes);
+    const float A = convert::load_float(params.A, head * params.A_stride, params.A_type);
+    if (Base::is_padding()) return 0;
+    if (request.window.q > 0) ptx::barrier_arrive<1>(params.threads);
+    dt = behind(dt, request.slot, params.dt_cache_slot_bytes);
+    const int rows = params.ring_buffer_len;
+    float of_row = dt_of(dt, min(lane, rows - 1));
+    Base::find_window();
+    const Window& window = request.window;
+    if (has_x()) {
+      unsigned char* x =
+          Base::new_row(bytes_of(params.x_cache), params.x_cache_slot_bytes, head,
+                        params.x_cache_head_bytes, token_of_x(), params.x_cache_row_bytes);
+      *reinterpret_cast<uint4*>(x + bytes_of_x()) = tokens;
+    }
+    if (!window.flush) return 0;
+    const int place = ring_row(window.start, lane, rows);
+    of_row = __shfl_sync(kAllLanes, of_row, place & 31);
+    if (lane >= window.live) {
+      of_row = 0.0f;
+    } else if (place > 31) {
+      of_row = dt_of(dt, place);
+    }
+    put_fold_weights(shared.fold_weights, Decays(of_row, A));
+    if (lane == 0) {
+      shared.slot = request.slot, shared.start = window.start, shared.live = window.live;
+    }
+    return 1;
   }
 };
 

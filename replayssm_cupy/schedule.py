@@ -41,7 +41,7 @@ TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 # that its lanes are there for, and warps that weigh them.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
 STEP_ROWS, WEIGHT_WARPS = 24, 3
-RESIDENT_WARPS = 28, 14  # of a multiprocessor with its registers, dstate up to 128 and beyond
+RESIDENT_WARPS = 32, 16  # of a multiprocessor with its registers, dstate up to 128 and beyond
 MOST_SLABS = 6  # of a block in the form by slabs: kMostSlabs
 
 
@@ -292,7 +292,7 @@ class Spread(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return self.state_warps + WEIGHT_WARPS
+        return self.state_warps + WEIGHT_WARPS + 1  # that weighs the rows of a flush
 
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:
