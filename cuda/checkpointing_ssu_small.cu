@@ -70,12 +70,14 @@ struct FoldWarp {
   Shared<kTokens>& shared;
   const Lane at;
   const int warps, warp;
-  const unsigned head, row;  // the lane's row g in the first slab
   const Window window;
-  // Where the lane's part of that row is, its scale, and the same element of four old rows of x.
+  // In the first slab, where the lane's part of row g is, its scale, and the same element of four
+  // old rows of x: 2 t and 2 t + 1, and those 8 behind.
   Bytes state, scale, x[4];
   // B of the old rows as operands of the piece that they were loaded for, see `prepare_B`.
   uint32_t b[2][Piece::kPairs];
+
+  __device__ __forceinline__ static unsigned head() { return blockIdx.y + ptx::zero_of_lane(); }
 
   // Old row j of a ring of the sequence, behind its first byte of `index`.
   __device__ __forceinline__ Bytes old_row(int j, Bytes ring, int slot_bytes, unsigned index,
@@ -90,9 +92,8 @@ struct FoldWarp {
         shared(s),
         warps(p.threads / 32),
         warp(threadIdx.x >> 5),
-        head(blockIdx.y + ptx::zero_of_lane()),
-        row(blockIdx.z * p.rows_of_block + at.g),
         window{s.start, s.live, 0, true} {
+    const unsigned head = this->head(), row = blockIdx.z * p.rows_of_block + at.g;
     state = behind(behind(bytes_of(params.state), shared.slot, params.state_slot_bytes), head,
                    params.state_head_bytes);
     state += static_cast<unsigned>(row * kDstate * sizeof(State) + at.t * Piece::kBytes);
@@ -109,25 +110,13 @@ struct FoldWarp {
     }
   }
 
-  // x of the old rows of a slab as an A operand.
-  __device__ __forceinline__ void load_x(uint32_t (&operand)[4], unsigned slab) const {
-    constexpr unsigned kBytesOfHalf = 8 * sizeof(Act);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Bytes even = x[2 * (i >> 1)] + 2 * kBytesOfHalf * slab + kBytesOfHalf * (i & 1);
-      const Bytes odd = x[2 * (i >> 1) + 1] + 2 * kBytesOfHalf * slab + kBytesOfHalf * (i & 1);
-      operand[i] = *reinterpret_cast<const unsigned short*>(even) |
-                   *reinterpret_cast<const unsigned short*>(odd) << 16;
-    }
-  }
-
   __device__ __forceinline__ void load_B(unsigned n) {
     const unsigned bytes = (4 * n + at.t) * static_cast<unsigned>(Piece::kColumns * sizeof(Act));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Bytes B =
           old_row(8 * i + at.g, bytes_of(params.B_cache), params.B_cache_slot_bytes,
-                  group_of(params, head), params.B_cache_group_bytes, params.B_cache_row_bytes);
+                  group_of(params, head()), params.B_cache_group_bytes, params.B_cache_row_bytes);
       load_words(b[i], B + bytes);
 #pragma unroll
       for (int r = 0; r < Piece::kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
@@ -143,68 +132,99 @@ struct FoldWarp {
     return reinterpret_cast<float*>(const_cast<unsigned char*>(scale + 4 * kRows * slab));
   }
 
+  // What a piece takes from memory: of rows g and g + 8, and of each old row the x of both.
+  struct Asked {
+    uint32_t stored[2][4];
+    uint32_t x[4][2];
+    float scale[2];
+  };
+  __device__ __forceinline__ void ask(Asked& in, unsigned slab, unsigned n) const {
+    constexpr int kWords = Piece::kBytes / 4;
+    constexpr unsigned kBytesOfHalf = 8 * sizeof(Act);
+    const State* from = place_of(slab, n);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(in.stored[h]),
+                         from + 8 * h * kDstate);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Bytes of_slab = x[i] + 2 * kBytesOfHalf * slab;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) in.x[i][h] = ptx::ld_global_u16(of_slab + kBytesOfHalf * h);
+    }
+    if constexpr (convert::kScaled<State>) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) in.scale[h] = scale_of(slab)[8 * h];
+    }
+  }
+
   // Of pairs q and q + 1. What an fp16 pair is unpacked to would fill registers from slab to slab.
   __device__ __forceinline__ uint4 operands(int q) const {
     return make_uint4(ptx::opaque(b[0][q]), ptx::opaque(b[1][q]), ptx::opaque(b[0][q + 1]),
                       ptx::opaque(b[1][q + 1]));
   }
 
-  // Folds the old rows into a piece of a slab; B is there as the piece's operands.
-  __device__ __forceinline__ void fold(Piece& piece, unsigned slab, const State* from) const {
-    constexpr int kPairs = Piece::kPairs, kWords = Piece::kBytes / 4;
-    uint32_t operand[4], stored[2][4] = {};
-    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[0]), from);
-    load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(stored[1]), from + 8 * kDstate);
-    load_x(operand, slab);
+  // Folds the old rows into a piece; B is there as its operands.
+  __device__ __forceinline__ void fold(Piece& piece, const Asked& in) const {
+    uint32_t rows_of_x[4];  // as an A operand
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rows_of_x[i] = in.x[i & 2][i & 1] | in.x[(i & 2) + 1][i & 1] << 16;
+    }
     const Fold<State> rows =
-        prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), operand);
+        prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), rows_of_x);
     ptx::keep_order();  // what is unpacked early fills registers
     float decay[2] = {rows.decay, rows.decay};
-    if constexpr (convert::kScaled<State>) {
-      decay[0] *= scale_of(slab)[0], decay[1] *= scale_of(slab)[8];
-    }
+    if constexpr (convert::kScaled<State>) decay[0] *= in.scale[0], decay[1] *= in.scale[1];
+    const auto words = [&](int h) {
+      return make_uint4(in.stored[h][0], in.stored[h][1], in.stored[h][2], in.stored[h][3]);
+    };
     fold_piece<State, Act>(
-        piece.v[0], piece.v[1], make_uint4(stored[0][0], stored[0][1], stored[0][2], stored[0][3]),
-        make_uint4(stored[1][0], stored[1][1], stored[1][2], stored[1][3]),
-        [&](int q) { return operands(q); }, decay, rows);
+        piece.v[0], piece.v[1], words(0), words(1), [&](int q) { return operands(q); }, decay,
+        rows);
   }
 
   __device__ __forceinline__ void run() {
     const int left = params.head_dim - static_cast<int>(blockIdx.z * params.rows_of_block);
     const int pieces = min(params.rows_of_block, left) / kRows * kPieces;
     if constexpr (convert::kScaled<State>) {
-      const int at_once = warps & ~(kPieces - 1);  // whole slabs, the same piece each time
-      const bool any = warp < at_once;
-      if (any) load_B(warp % kPieces);
+      // Whole slabs, so that a warp has the same piece each time.
+      const int at_once = warps & ~(kPieces - 1), n = warp % kPieces;
       for (int first = 0; first < pieces; first += at_once) {
-        flush_scaled(first + warp, any && first + warp < pieces);
+        flush_scaled(first + warp, n, warp < at_once ? pieces : 0);
       }
     } else {
-      for (int n = warp; n < pieces; n += warps) {
+      for (int i = warp; i < pieces; i += warps) {
+        const int slab = i / kPieces, n = i % kPieces;
+        Asked in = {};
+        ask(in, slab, n);
+        if (i == warp || warps % kPieces != 0) load_B(n);
         Piece piece;
-        State* place = place_of(n / kPieces, n % kPieces);
-        if (n == warp || warps % kPieces != 0) load_B(n % kPieces);
-        fold(piece, n / kPieces, place);
-        Target<State, kDstate>{params, place, nullptr}.put(piece.v, 0);
+        fold(piece, in);
+        Target<State, kDstate>{params, place_of(slab, n), nullptr}.put(piece.v, 0);
       }
     }
   }
 
-  // Piece n of the block's slabs: a row is encoded when all of its pieces are known.
-  __device__ __forceinline__ void flush_scaled(unsigned n, bool any) const {
-    const unsigned slab = n / kPieces, of_block = kRows * slab + at.g;
-    State* place = place_of(slab, n % kPieces);
+  // Piece i of the block's slabs, if there is one, which is piece n of its slab: a row is encoded
+  // when all of its pieces are known.
+  __device__ __forceinline__ void flush_scaled(int i, int n, int pieces) {
+    const unsigned slab = static_cast<unsigned>(i) / kPieces, of_block = kRows * slab + at.g;
     Piece piece;
-    if (any) {
-      fold(piece, slab, place);
+    if (i < pieces) {
+      Asked in = {};
+      ask(in, slab, n);
+      if (i == warp) load_B(n);
+      fold(piece, in);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float amax = of_row(largest(piece.v[h]));
-        if (at.t == 0) shared.largest[of_block + 8 * h][n % kPieces] = amax;
+        if (at.t == 0) shared.largest[of_block + 8 * h][n] = amax;
       }
     }
     __syncthreads();
-    if (!any) return;
+    if (i >= pieces) return;
     const Target<State, kDstate> target = {params, nullptr, nullptr};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -213,8 +233,8 @@ struct FoldWarp {
 #pragma unroll
       for (int i = 1; i < kPieces; ++i) amax = ptx::max_magnitude(amax, of_pieces[i]);
       const convert::RowScale row_scale = convert::row_scale<State>(amax);
-      target.put_half(place + 8 * h * kDstate, piece.v[h], row_scale);
-      if (n % kPieces == 0 && at.t == 0) scale_of(slab)[8 * h] = row_scale.decode;
+      target.put_half(place_of(slab, n) + 8 * h * kDstate, piece.v[h], row_scale);
+      if (n == 0 && at.t == 0) scale_of(slab)[8 * h] = row_scale.decode;
     }
   }
 };

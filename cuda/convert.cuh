@@ -204,15 +204,26 @@ struct RowScale {
   }
 };
 
+// a / b as a division rounds it, for positive numbers whose quotient is a normal one. It divides by
+// the mantissa of b, where no step can overflow, so that it needs no branch for what could.
+__device__ __forceinline__ float quotient(float a, float b) {
+  const uint32_t bits = __float_as_uint(b), exponent = bits & 0x7f800000u;
+  const float m = __uint_as_float(bits - exponent + 0x3f800000u);
+  float r = ptx::rcp(m);
+  r = fmaf(fmaf(-m, r, 1.0f), r, r);
+  const float q = __fmul_rn(a, r);
+  return __uint_as_float(__float_as_uint(fmaf(fmaf(-m, q, a), r, q)) - exponent + 0x3f800000u);
+}
+
 template <class State>
 __device__ __forceinline__ RowScale row_scale(float amax) {
   constexpr float kLargest = same<State, int8> ? 127.0f : same<State, e2m1> ? 2688.0f : 448.0f;
   const uint32_t amax_bits = __float_as_uint(amax);  // of a number that is not negative
-  if (amax_bits >= 0x7f800000u) return {0.0f, __uint_as_float(0x7fc00000u)};
-  if (amax_bits < 0x00800000u) return {0.0f, 1.0f};
-  const float encode = kLargest / fmaxf(amax, kLargest * 0x1p-117f);
-  const float decode = 1.0f / encode;
-  return {encode, same<State, int8> ? fminf(decode, __uint_as_float(0x7c010203u)) : decode};
+  const float encode = quotient(kLargest, fmaxf(amax, kLargest * 0x1p-117f));
+  float decode = quotient(1.0f, encode);
+  if (same<State, int8>) decode = fminf(decode, __uint_as_float(0x7c010203u));
+  const bool finite = amax_bits < 0x7f800000u, kept = finite && amax_bits >= 0x00800000u;
+  return {kept ? encode : 0.0f, kept ? decode : finite ? 1.0f : __uint_as_float(0x7fc00000u)};
 }
 
 // ---- stochastic rounding ------------------------------------------------------------------------

@@ -327,6 +327,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// 1 / x to within a few units in the last place.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger of `a` and the magnitude of `b`, NaN where one is NaN: one instruction, as the
 // hardware takes magnitudes of operands.
 __device__ __forceinline__ float max_magnitude(float a, float b) {

@@ -195,3 +195,24 @@ def test_block_scales_of_many_patterns(backend):
         expected = np.where(value > 0, np.float32(1) / value, np.float32(0))
     got = probe(backend, "block_scale_probe<true>", x, 0)
     assert np.array_equal(got, expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(("cpp", "largest"), [("int8", 127), ("e4m3", 448), ("e2m1", 2688)])
+def test_row_scales_of_every_mantissa(backend, cpp, largest):
+    """Divisions as IEEE 754 rounds them, and what stands in for rows without a scale."""
+    mantissas = np.arange(0, 2**23, 1 if backend.name == "cuda" else 2003, np.uint32)
+    ends = np.arange(2**23 - 64, 2**23, dtype=np.uint32)  # the hardest quotients
+    exponents = np.array([0, 1, 17, 18, 127, 253, 254, 255], np.uint32)
+    bits = (exponents[:, None] << 23 | np.concatenate([mantissas, ends])).ravel()
+    amax = bits.view(np.float32)
+    finite, some = amax <= np.finfo(np.float32).max, amax >= np.finfo(np.float32).tiny
+    q = np.float32(largest)
+    encode = q / np.maximum(np.where(finite, amax, 1), q * np.float32(2**-117))
+    decode = np.float32(1) / encode
+    if cpp == "int8":
+        decode = np.minimum(decode, np.uint32(0x7C010203).view(np.float32))
+    got = probe(backend, f"row_scale_probe<{cpp}, false>", amax, 0)
+    assert np.array_equal(got, np.where(finite & some, encode, 0).astype(np.float32).view("u4"))
+    got = probe(backend, f"row_scale_probe<{cpp}, true>", amax, 0).view(np.float32)
+    expected = np.where(finite, np.where(some, decode, 1), np.nan).astype(np.float32)
+    assert np.array_equal(got, expected, equal_nan=True)

@@ -57,6 +57,16 @@ __global__ void block_scale_probe(const __grid_constant__ ProbeParams params) {
   }
 }
 
+// out = the bits of what a row is multiplied by whose largest magnitude is x, or of its scale.
+template <class T, bool kDecode>
+__global__ void row_scale_probe(const __grid_constant__ ProbeParams params) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < params.count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const convert::RowScale scale = convert::row_scale<T>(params.x[i]);
+    params.out[i] = __float_as_uint(kDecode ? scale.decode : scale.encode);
+  }
+}
+
 // out[4 i ...] = the pairs that the eight codes in `field` stand for, times the block scale in the
 // bits of x.
 __global__ void e2m1_value_probe(const __grid_constant__ ProbeParams params) {

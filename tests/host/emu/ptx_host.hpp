@@ -12,6 +12,7 @@ inline float flush_subnormal(float x) {
 inline float max_magnitude(float a, float b) {
   return a != a || b != b ? __uint_as_float(0x7fffffffu) : std::fmax(a, std::fabs(b));
 }
+inline float rcp(float x) { return 1.0f / x; }
 inline float ex2(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
 
 // ------------------------------------------------------------------------------------------ mma
