@@ -225,17 +225,17 @@ struct FoldWarp {
     }
     __syncthreads();
     if (i >= pieces) return;
-    const Target<State, kDstate> target = {params, nullptr, nullptr};
+    convert::RowScale scales[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float* of_pieces = shared.largest[of_block + 8 * h];
       float amax = of_pieces[0];
 #pragma unroll
-      for (int i = 1; i < kPieces; ++i) amax = ptx::max_magnitude(amax, of_pieces[i]);
-      const convert::RowScale row_scale = convert::row_scale<State>(amax);
-      target.put_half(place_of(slab, n) + 8 * h * kDstate, piece.v[h], row_scale);
-      if (n == 0 && at.t == 0) scale_of(slab)[8 * h] = row_scale.decode;
+      for (int k = 1; k < kPieces; ++k) amax = ptx::max_magnitude(amax, of_pieces[k]);
+      scales[h] = convert::row_scale<State>(amax);
+      if (n == 0 && at.t == 0) scale_of(slab)[8 * h] = scales[h].decode;
     }
+    Target<State, kDstate>{params, place_of(slab, n), nullptr}.put_half(piece.v, scales);
   }
 };
 

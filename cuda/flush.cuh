@@ -22,16 +22,24 @@ struct Target {
     return piece - static_cast<const State*>(params.state);
   }
 
-  // One piece of rows g and g + 8.
+  // One piece of rows g and g + 8. The two ways to round are apart, so that the rows' instructions
+  // mix.
   template <int kPairsOfPiece>
   __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece], int piece) {
+    if (stochastic()) {
+      put<true>(folded, Rounding(params), piece);
+    } else {
+      put<false>(folded, Rounding(), piece);
+    }
+  }
+  template <bool kStochastic, int kPairsOfPiece>
+  __device__ __forceinline__ void put(const float2 (&folded)[2][kPairsOfPiece],
+                                      const Rounding& rounding, int piece) {
+    State* to = slab + 8 * kPairsOfPiece * piece;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      State* to = slab + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-      ptx::store_keep16(
-          to, stochastic()
-                  ? encode_piece_of_row<State, true>(folded[h], Rounding(params), offset(to))
-                  : encode_piece_of_row<State, false>(folded[h], Rounding(), 0));
+    for (int h = 0; h < 2; ++h, to += 8 * kDstate) {
+      const int64_t place = kStochastic ? offset(to) : 0;
+      ptx::store_keep16(to, encode_piece_of_row<State, kStochastic>(folded[h], rounding, place));
     }
   }
 
@@ -46,25 +54,39 @@ struct Target {
     }
   }
 
-  // Half a piece of an 8-bit state, at `to`; `scale` is its row's.
-  __device__ __forceinline__ void put_half(State* to, const float2 (&folded)[4],
-                                           const convert::RowScale& scale) const {
-    uint32_t bits[2] = {}, words[2];
+  // Half a piece of an 8-bit state in rows g and g + 8, whose scales these are.
+  __device__ __forceinline__ void put_half(const float2 (&folded)[2][4],
+                                           const convert::RowScale (&scales)[2]) {
     if (stochastic()) {
-      const Rounding rounding(params);
-      const int64_t place = offset(to);
-      const uint4 random = convert::philox4x32(static_cast<uint64_t>(place & ~int64_t{15}),
-                                               rounding.seed, rounding.rounds);
-      bits[0] = place & 8 ? random.z : random.x, bits[1] = place & 8 ? random.w : random.y;
+      put_half<true>(folded, scales, Rounding(params));
+    } else {
+      put_half<false>(folded, scales, Rounding());
     }
+  }
+  template <bool kStochastic>
+  __device__ __forceinline__ void put_half(const float2 (&folded)[2][4],
+                                           const convert::RowScale (&scales)[2],
+                                           const Rounding& rounding) {
+    State* to = slab;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 a = scale.scaled(folded[2 * i]), b = scale.scaled(folded[2 * i + 1]);
-      words[i] =
-          scale.stored(stochastic() ? convert::pack_codes_stochastically<State>(a, b, bits[i])
-                                    : convert::pack_codes<State>(a, b));
+    for (int h = 0; h < 2; ++h, to += 8 * kDstate) {
+      uint32_t bits[2] = {}, words[2];
+      if constexpr (kStochastic) {
+        const int64_t place = offset(to);
+        const uint4 random = convert::philox4x32(static_cast<uint64_t>(place & ~int64_t{15}),
+                                                 rounding.seed, rounding.rounds);
+        bits[0] = place & 8 ? random.z : random.x, bits[1] = place & 8 ? random.w : random.y;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 a = scales[h].scaled(folded[h][2 * i]);
+        const float2 b = scales[h].scaled(folded[h][2 * i + 1]);
+        words[i] =
+            scales[h].stored(kStochastic ? convert::pack_codes_stochastically<State>(a, b, bits[i])
+                                         : convert::pack_codes<State>(a, b));
+      }
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     }
-    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   }
 
   // Whole rows of an 8-bit state. The two ways to round are apart, so that the common one runs

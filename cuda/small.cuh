@@ -31,7 +31,7 @@ struct Shared {
   // largest magnitudes in the pieces of 8-bit rows.
   int slot, start, live;
   float fold_weights[kRows + 4];
-  float largest[kMostRowsOfBlock][8];
+  alignas(16) float largest[kMostRowsOfBlock][8];
 };
 
 // A field of the record and those behind it, of which each lane takes its own.

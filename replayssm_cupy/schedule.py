@@ -170,9 +170,12 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     streaming form does better. Four heads of 64 rows are what the form by slabs does at once.
     """
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
-    if step.tokens == 1 or (step.tokens > 2 and key.state_dtype in ("bfloat16", "float16")):
-        return heads <= 8
-    return heads <= (2 if step.tokens == 2 or key.state_dtype in COPY_DTYPES else 4)
+    if key.state_dtype in COPY_DTYPES:
+        return heads <= (8 if step.tokens == 1 else 2)
+    wide = key.state_dtype == "float32"
+    if step.tokens == 1:
+        return heads <= (8 if wide else 12)
+    return heads <= (2 if wide and step.tokens == 2 else 4)
 
 
 def takes_two_kernels(key: PreparedCheckpointingSsuKey, step: Step, on: Processor) -> bool:
@@ -344,9 +347,8 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
 
 def _shared_bytes(tokens: int) -> int:
     """Of `Shared` in cuda/small.cuh."""
-    rows = 4 * (tokens * (STEP_ROWS + tokens + 1) + 3)
-    flush = 4 * (SLAB + 4 + 8 * MOST_ROWS_OF_BLOCK)
-    return _round_up(rows, 16) + _round_up(2 * MOST_ROWS_OF_BLOCK * tokens + flush, 16)
+    words = tokens * (STEP_ROWS + tokens + 1) + 4 + SLAB + 4
+    return _round_up(4 * words, 16) + 4 * 8 * MOST_ROWS_OF_BLOCK
 
 
 def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

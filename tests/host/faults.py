@@ -1026,8 +1026,8 @@ EDITS = {
             "decay[1] *= in.scale[0];",
         ),
         ("small: scale of the first slab", "scale + 4 * kRows * slab)", "scale)"),
-        ("small: largest of one piece", "of_pieces[i]);", "of_pieces[0]);"),
-        ("small: scale not stored", "scale_of(slab)[8 * h] = row_scale.decode;", ";"),
+        ("small: largest of one piece", "of_pieces[k]);", "of_pieces[0]);"),
+        ("small: scale not stored", "scale_of(slab)[8 * h] = scales[h].decode;", ";"),
         ("small: operands of B kept from piece to piece", "warps % kPieces != 0", "false"),
         (
             "small: pieces behind the first round left out",
