@@ -78,25 +78,50 @@ struct WeightWarp : Block<kTokens> {
     ask_for_scalar(in);
   }
 
-  // B of the row that the lane brings, of the ring or a token: the record's fields lie alike.
-  __device__ __forceinline__ Bytes find_B(int r) const {
-    const int own = Base::token_of_row(r);
-    const bool of_ring = own < 0;
-    const unsigned i = of_ring ? kBytesToCache : 0;
-    int row = of_ring ? ring_row_of(r) : token(own);
-    if (!has(kByPlace)) {
-      ptx::aside([&] {
-        if (of_ring) row = Base::place_of(row);
-      });
-    }
-    Bytes B = bytes_of(params.B, i);
-    B = behind(B, of_ring ? request.slot : Base::sequence,
-               field_behind(params.B_sequence_bytes, i));
-    B = behind(B, group, field_behind(params.B_group_bytes, i));
-    B = behind(B, row, field_behind(params.B_token_bytes, i));
-    return behind(B, t(), 16);
+  // B of the row that the lane brings, of the ring or a token, and dt of the ring row that it
+  // stands for: all but the slot's part of their addresses, which waits for the slot. The record's
+  // fields of B and of its ring lie alike.
+  struct Places {
+    Bytes B, dt;
+    int B_row, B_sequence_bytes, dt_row;
+    bool of_ring;
+  };
+  __device__ __forceinline__ Places find_places() const {
+    const int own = Base::token_of_row(rows + g());
+    Places at;
+    at.of_ring = own < 0;
+    const unsigned i = at.of_ring ? kBytesToCache : 0;
+    at.B = behind(bytes_of(params.B, i), group, field_behind(params.B_group_bytes, i));
+    at.B = behind(at.B, t(), 16);
+    at.B_sequence_bytes = field_behind(params.B_sequence_bytes, i);
+    at.B_row = at.of_ring ? ring_row_of(rows + g()) : token(own);
+    at.dt = behind(bytes_of(params.dt_cache), head, params.dt_cache_head_bytes);
+    at.dt_row = ring_row_of(lane);
+    const bool known = has(kByPlace);
+    at.B = behind(at.B, known || !at.of_ring ? at.B_row : 0, field_behind(params.B_token_bytes, i));
+    at.dt = behind(at.dt, known ? at.dt_row : 0, params.dt_cache_row_bytes);
+    at.B = ptx::computed_now(at.B), at.dt = ptx::computed_now(at.dt);
+    return at;
   }
   static constexpr unsigned kBytesToCache = 24;  // in the record, from B to B_cache
+
+  // Asks for them, and for the cursors.
+  __device__ __forceinline__ void ask_for_rows(Inputs& in, const Places& at) const {
+    const unsigned slot = request.slot;
+    Bytes B = behind(at.B, at.of_ring ? slot : Base::sequence, at.B_sequence_bytes);
+    Bytes dt = behind(at.dt, slot, params.dt_cache_slot_bytes);
+    if (!has(kByPlace)) {
+      ptx::aside([&] {
+        if (at.of_ring) B = behind(B, Base::place_of(at.B_row), params.B_cache_row_bytes);
+        dt = behind(dt, Base::place_of(at.dt_row), params.dt_cache_row_bytes);
+      });
+    }
+    in.start = ptx::ld_global_u32(Base::ring_start_of_slot());
+    in.live = ptx::ld_global_u32(Base::live_rows_of_slot());
+    in.dt = load_float(dt);
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) in.B[n] = ptx::ld_global_v4(B + 64 * n);
+  }
 
   // Row j of the live ones, where ring row r of the step is.
   __device__ __forceinline__ int live_row(int r) const {
@@ -116,23 +141,27 @@ struct WeightWarp : Block<kTokens> {
     return sum;
   }
 
-  // C_t . B_r of the lane's token and row.
-  __device__ __forceinline__ float product(const Inputs& in) const {
-    // An operand of C is two words, of which the first counts beside B's first and third word, the
-    // second beside the others. Four chains of products: one would be waited for.
-    float even[2][4] = {}, odd[2][4] = {};
+  // C_t . B_r of the lane's token and row, in four parts. An operand of C is two words, of which
+  // the first counts beside B's first and third word, the second beside the others. Four chains of
+  // products: one would be waited for.
+  struct Product {
+    float even[2][4], odd[2][4];
+  };
+  __device__ __forceinline__ static void multiply(Product& d, const Inputs& in) {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       const uint4 c = in.C[n], b = in.B[n];
-      mma_of_half(even[0], c.x, c.y, b.x);
-      mma_of_half(odd[0], c.x, c.y, b.y);
-      mma_of_half(even[1], c.z, c.w, b.z);
-      mma_of_half(odd[1], c.z, c.w, b.w);
+      mma_of_half(d.even[0], c.x, c.y, b.x);
+      mma_of_half(d.odd[0], c.x, c.y, b.y);
+      mma_of_half(d.even[1], c.z, c.w, b.z);
+      mma_of_half(d.odd[1], c.z, c.w, b.w);
     }
-    const auto sum = [&](int e) {
-      return (even[0][e] + even[1][e]) + (odd[0][2 + e] + odd[1][2 + e]);
+  }
+  __device__ __forceinline__ float sum(const Product& d) const {
+    const auto of_column = [&](int e) {
+      return (d.even[0][e] + d.even[1][e]) + (d.odd[0][2 + e] + d.odd[1][2 + e]);
     };
-    return second_row() ? sum(1) : sum(0);
+    return second_row() ? of_column(1) : of_column(0);
   }
   __device__ __forceinline__ static void mma_of_half(float (&d)[4], uint32_t a0, uint32_t a1,
                                                      uint32_t b) {
@@ -144,7 +173,7 @@ struct WeightWarp : Block<kTokens> {
 
   // exp(c_t - c_r) dt_r (C_t . B_r) of the lane's row and token, D with the token's own row. Spans
   // of time are sums of the dt in between, where nothing cancels.
-  __device__ __forceinline__ void put_weight(const Inputs& in, float of_token,
+  __device__ __forceinline__ void put_weight(const Inputs& in, const Product& product,
                                              const float (&new_dt)[kTokens], float A, float D) {
     const int t = token_of_lane(), r = rows + 2 * this->t() + second_row();
     const int own = Base::token_of_row(r), j = own < 0 ? live_row(r) : -1;
@@ -153,6 +182,7 @@ struct WeightWarp : Block<kTokens> {
     const float a = A * kLog2e;
     const float decay =
         ptx::ex2(a * (behind + (kTokens == 1 || t == 0 ? new_dt[0] : new_dt[0] + new_dt[1])));
+    const float of_token = sum(product);  // the products were on their way
     float weight = decay * of_row * of_token;
     const bool seen = own < 0 && j < request.window.live && r <= params.last_row;
     if (g() >= 2 * kTokens) return;
@@ -189,19 +219,10 @@ struct WeightWarp : Block<kTokens> {
   __device__ __forceinline__ int run() {
     Inputs in;
     ask_for_tokens(in);
-    Bytes dt = behind(bytes_of(params.dt_cache), head, params.dt_cache_head_bytes);
-    dt = ptx::computed_now(dt);
+    const Places at = find_places();
     ptx::keep_order();
     if (Base::is_padding()) return 0;
-    const Bytes B = find_B(rows + g());
-#pragma unroll
-    for (int n = 0; n < kPieces; ++n) in.B[n] = ptx::ld_global_v4(B + 64 * n);
-    int row = ring_row_of(lane);
-    if (!has(kByPlace)) ptx::aside([&] { row = Base::place_of(row); });
-    dt = behind(dt, request.slot, params.dt_cache_slot_bytes);
-    in.dt = load_float(behind(dt, row, params.dt_cache_row_bytes));
-    in.start = ptx::ld_global_u32(Base::ring_start_of_slot());
-    in.live = ptx::ld_global_u32(Base::live_rows_of_slot());
+    ask_for_rows(in, at);
     ptx::keep_order();
     const float scalar = scalar_of_lane(in);
     const auto take = [&](int which, int t) {
@@ -214,9 +235,10 @@ struct WeightWarp : Block<kTokens> {
       new_dt[t] = take(kDt, t) + bias;
       if (has(kSoftplus)) new_dt[t] = convert::softplus(new_dt[t]);
     }
-    const float of_token = product(in);
+    Product product = {};
+    multiply(product, in);
     Base::find_window(in.start, in.live);
-    put_weight(in, of_token, new_dt, A, take(kD, 0));
+    put_weight(in, product, new_dt, A, take(kD, 0));
     ptx::barrier_arrive<1>(params.threads);
     if (is_last_warp()) append(in, new_dt);
     return request.window.flush;

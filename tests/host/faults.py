@@ -851,12 +851,12 @@ EDITS = {
         ("small: softplus always", "if (has(kSoftplus)) new_dt", "new_dt"),
         (
             "small: the other of two rows",
-            "second_row() ? sum(1) : sum(0)",
-            "second_row() ? sum(0) : sum(1)",
+            "second_row() ? of_column(1) : of_column(0)",
+            "second_row() ? of_column(0) : of_column(1)",
         ),
         (
             "small: half of the columns of C B",
-            "(odd[0][2 + e] + odd[1][2 + e])",
+            "(d.odd[0][2 + e] + d.odd[1][2 + e])",
             "0.0f",
         ),
         (
@@ -866,20 +866,20 @@ EDITS = {
         ),
         (
             "small: B of the first sequence",
-            "of_ring ? request.slot : Base::sequence",
-            "of_ring ? request.slot : 0",
+            "at.of_ring ? slot : Base::sequence",
+            "at.of_ring ? slot : 0",
         ),
         (
             "small: B of the first token",
-            "of_ring ? ring_row_of(r) : token(own);",
-            "of_ring ? ring_row_of(r) : 0;",
+            "at.of_ring ? ring_row_of(rows + g()) : token(own);",
+            "at.of_ring ? ring_row_of(rows + g()) : 0;",
         ),
         (
             "small: B of a long ring by places",
-            "if (of_ring) row = Base::place_of(row);",
-            "",
+            "Base::place_of(at.B_row)",
+            "at.B_row",
         ),
-        ("small: dt of a long ring by places", "{ row = Base::place_of(row); }", "{}"),
+        ("small: dt of a long ring by places", "Base::place_of(at.dt_row)", "at.dt_row"),
         (
             "small: only the first group appends B",
             "head != group * params.heads_per_group) return;",
