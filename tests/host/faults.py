@@ -1138,7 +1138,24 @@ EDITS = {
             "params.ring_start[request * params.ring_start_stride]",
             "params.ring_start[0]",
         ),
-        ("snapshot rounded as if at its slab's start", "rounding, at));", "rounding, offset));"),
+        (
+            "snapshot rounded as if at its slab's start",
+            "rounding, at - storage));",
+            "rounding, to - storage));",
+        ),
+        (
+            "snapshot scales row g + 8 as row g",
+            "{odd ? own.encode : other, 0.0f}",
+            "{odd ? other : own.encode, 0.0f}",
+        ),
+        ("snapshot lets lanes of a row differ", "theirs);\n    all = ", "theirs);\n    // "),
+        ("snapshot stores scales of row g only", "if (lane.t < 2) *scale", "if (lane.t < 1) *scale"),
+        ("both rows of a lane have one scale", "scale += 8 * (lane.t & 1);", ";"),
+        (
+            "snapshot encodes rows that store zeros",
+            "if (__any_sync(kAllLanes, own.encode == 0.0f)) ptx::aside",
+            "if (false) ptx::aside",
+        ),
         (
             "destinations of the first layer",
             "layer * params.dst_slots_layer_stride +",
@@ -1166,7 +1183,7 @@ EDITS = {
         ("every slab of a head is its first", "state += kRows * kDstate;", ""),
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
-        ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
+        ("every slab goes where the first goes", "to += kRows * kDstate;", ""),
         (
             "slabs of wide states never asked for",
             "if (!kAsksEarly<State, Act, Copy> &&",
