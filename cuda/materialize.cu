@@ -42,6 +42,7 @@ constexpr int kFolds = kDstate > 128 && !convert::same<State, Copy> ? 2 : 1;
 template <int kColumns>
 struct Shared {
   uint4 B[kWarps][kColumns / 16][32];
+  float weights[kWarps][kRows + 4];  // as `put_fold_weights` leaves them
 };
 
 // A warp's place in the work, moved on by the number of warps without a division.
@@ -393,7 +394,7 @@ template <class State, class Act, int kDstate, bool kStochastic, class Copy>
 __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& slab,
                                            Source<State, Act, kDstate, Copy>& source,
                                            Destination<State, kDstate, kStochastic, Copy> target,
-                                           const FoldWeights& weights, const uint4* B, int slabs,
+                                           const float* weights, const uint4* B, int slabs,
                                            const Lane& lane) {
   using Slab = Given<State, Act, kDstate, Copy>;
   constexpr int kPairsOfPiece = Slab::kPiece / 2, kTimes = kFolds<kDstate, State, Copy>;
@@ -402,7 +403,7 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& sla
     source.advance();
     const uint32_t x[4] = {ptx::movmatrix(slab.x[0][0]), ptx::movmatrix(slab.x[0][1]),
                            ptx::movmatrix(slab.x[1][0]), ptx::movmatrix(slab.x[1][1])};
-    const Fold<State> fold = prepare_fold<State, Act>(weights, x);
+    const Fold<State> fold = prepare_fold<State, Act>(FoldWeights(weights, lane), x);
     float decay[2] = {fold.decay, fold.decay};
     if constexpr (convert::kScaled<State>) decay[0] *= slab.scale[0], decay[1] *= slab.scale[1];
     if (kAsksEarly<State, Act, Copy> && left > 0) source.ask_for_rows(slab);
@@ -441,8 +442,8 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& sla
 // Folds the rows into a head's columns from `column` on.
 template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
-                                             const Item<State, Act>& item, uint4* B, int column,
-                                             const Lane& lane) {
+                                             const Item<State, Act>& item, uint4* B, float* weights,
+                                             int column, const Lane& lane) {
   using Slab = Given<State, Act, kDstate, Copy>;
   const float A = item.A(params), dt = item.dt(params, lane.index & 15);
   State* storage = item.storage(params);
@@ -460,7 +461,8 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
   source.ask_for_rows(slab);
   __syncwarp();  // else the compiler asks for all of this when B has come
   prepare_B<State, Act, kDstate, Copy>(B, params, item, column, lane);
-  const FoldWeights weights(Decays(dt, A), lane);
+  put_fold_weights(weights, Decays(dt, A));
+  __syncwarp();
   State* to = storage + item.state_at(params, item.dst) + in_slab;
   float* scale = nullptr;
   if constexpr (convert::kScaled<Copy>) scale = item.scale(params, item.dst) + lane.g;
@@ -502,8 +504,8 @@ __global__ void __launch_bounds__(kThreads, kResident<State, kDstate, Copy>)
     if (item.rows == 0) copy_head<State, Act, kDstate, Copy>(params, item, lane);
 #pragma unroll 1
     for (int column = 0; column < kDstate && item.rows > 0; column += kAtOnce) {
-      fold_columns<State, Act, kDstate, Copy>(params, item, &shared.B[warp][0][lane.index], column,
-                                              lane);
+      fold_columns<State, Act, kDstate, Copy>(params, item, &shared.B[warp][0][lane.index],
+                                              shared.weights[warp], column, lane);
     }
   }
 }

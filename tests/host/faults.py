@@ -1106,9 +1106,9 @@ EDITS = {
             "weights.coefficient;",
         ),
         (
-            "snapshot weighs rows 8 to 15 as 0 to 7",
-            "kRows + 8 * (i >> 1) + 2 * lane.t",
-            "kRows + 2 * lane.t",
+            "a fold weighs rows 8 to 15 as 0 to 7",
+            "from[8 * (i >> 1) + 2 * lane.t",
+            "from[2 * lane.t",
         ),
     ],
     "materialize.cu": [
