@@ -16,9 +16,12 @@ using namespace replay;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 // Blocks that share a multiprocessor: as many as the registers of the pieces in flight allow.
-template <class State, int kDstate, class Copy>
+template <class State, class Act, int kDstate>
+constexpr bool kFewRegisters =
+    sizeof(State) == 2 || (sizeof(State) == 1 && convert::same<Act, bf16> && kDstate <= 128);
+template <class State, class Act, int kDstate, class Copy>
 constexpr int kResident =
-    (sizeof(State) == 2 && convert::same<State, Copy> ? 4 : 3) - (kDstate > 128);
+    (convert::same<State, Copy> && kFewRegisters<State, Act, kDstate> ? 4 : 3) - (kDstate > 128);
 
 // Columns of a head that a warp folds at a time: 256 bytes of a row, so that the next ones fit into
 // registers. A row that is encoded as a whole needs all of them for its scale.
@@ -485,7 +488,7 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
 
 // What steps read is a copy where its type is another one.
 template <class State, class Act, int kDstate, class Copy = State>
-__global__ void __launch_bounds__(kThreads, kResident<State, kDstate, Copy>)
+__global__ void __launch_bounds__(kThreads, kResident<State, Act, kDstate, Copy>)
     materialize(const __grid_constant__ MaterializeParams params) {
   constexpr int kAtOnce = kColumns<State, kDstate, Copy>;
   __shared__ Shared<kAtOnce> shared;

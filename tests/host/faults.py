@@ -1149,7 +1149,11 @@ EDITS = {
             "{odd ? other : own.encode, 0.0f}",
         ),
         ("snapshot lets lanes of a row differ", "theirs);\n    all = ", "theirs);\n    // "),
-        ("snapshot stores scales of row g only", "if (lane.t < 2) *scale", "if (lane.t < 1) *scale"),
+        (
+            "snapshot stores scales of row g only",
+            "if (lane.t < 2) *scale",
+            "if (lane.t < 1) *scale",
+        ),
         ("both rows of a lane have one scale", "scale += 8 * (lane.t & 1);", ";"),
         (
             "snapshot encodes rows that store zeros",
