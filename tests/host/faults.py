@@ -378,7 +378,6 @@ EDITS = {
             "(old ? window.live - 1 : own - 1)",
         ),
         ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 4", "(j & 6) * 4"),
-        ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
         (
             "C scaled for four tokens only",
             "first < q; first += kRowsAtOnce",
@@ -400,7 +399,6 @@ EDITS = {
             "tile.C_row(max(min(t, window.q - 1), 0))",
             "tile.C_row(max(min(lane.g, window.q - 1), 0))",
         ),
-        ("fold weights written by all", "if (j >= kRows) return;", ""),
         (
             "half of the columns not read out",
             "acc[tile][i] += odd[tile][i];",
@@ -1089,6 +1087,8 @@ EDITS = {
         ("loaded state of the first sequence", "row * params.source_batch_stride", "0"),
     ],
     "fold.cuh": [
+        ("fold weights written by all", "if (j >= kRows) return;", ""),
+        ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
         ("fp32 fold in two terms", "== 4 ? 3 : 2", "== 4 ? 2 : 2"),
         (
             "fold scales row g + 8 as row g",
