@@ -4,22 +4,20 @@
 
 namespace replay {
 
+// What a fold takes, exp(c_m - c_j) dt_j of all rows and exp(c_m): the lower half of a warp has the
+// rows.
+__device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays) {
+  const int j = threadIdx.x & 31;
+  const double total = __shfl_sync(kAllLanes, decays.sum, kRows - 1);
+  if (j >= kRows) return;
+  to[j] = fold_weight(decays, total, decays.sum, decays.dt);
+  if (j == 0) to[kRows] = decays.decay(total);
+}
+
 // exp(c_m - c_j) dt_j of the lane's rows j = 2 t, 2 t + 1, 2 t + 8, 2 t + 9, and exp(c_m), which is
 // the decay of the state itself.
 struct FoldWeights {
   float coefficient[4], decay;
-
-  // Lanes 16 + j of `decays` hold the rows.
-  __device__ __forceinline__ FoldWeights(const Decays& decays, const Lane& lane) {
-    const double total = __shfl_sync(kAllLanes, decays.sum, 31);
-    decay = decays.decay(total);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = kRows + 8 * (i >> 1) + 2 * lane.t + (i & 1);
-      coefficient[i] = fold_weight(decays, total, __shfl_sync(kAllLanes, decays.sum, j),
-                                   __shfl_sync(kAllLanes, decays.dt, j));
-    }
-  }
 
   // As `put_fold_weights` left them.
   __device__ __forceinline__ FoldWeights(const float* from, const Lane& lane) {

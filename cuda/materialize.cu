@@ -16,9 +16,12 @@ using namespace replay;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 // Blocks that share a multiprocessor: as many as the registers of the pieces in flight allow.
-template <class State, int kDstate, class Copy>
+template <class State, class Act, int kDstate>
+constexpr bool kFewRegisters =
+    sizeof(State) == 2 || (sizeof(State) == 1 && convert::same<Act, bf16> && kDstate <= 128);
+template <class State, class Act, int kDstate, class Copy>
 constexpr int kResident =
-    (sizeof(State) == 2 && convert::same<State, Copy> ? 4 : 3) - (kDstate > 128);
+    (convert::same<State, Copy> && kFewRegisters<State, Act, kDstate> ? 4 : 3) - (kDstate > 128);
 
 // Columns of a head that a warp folds at a time: 256 bytes of a row, so that the next ones fit into
 // registers. A row that is encoded as a whole needs all of them for its scale.
@@ -42,6 +45,7 @@ constexpr int kFolds = kDstate > 128 && !convert::same<State, Copy> ? 2 : 1;
 template <int kColumns>
 struct Shared {
   uint4 B[kWarps][kColumns / 16][32];
+  float weights[kWarps][kRows + 4];  // as `put_fold_weights` leaves them
 };
 
 // A warp's place in the work, moved on by the number of warps without a division.
@@ -199,10 +203,10 @@ __device__ __forceinline__ void copy_head(const MaterializeParams& params,
 // in registers; other states are stored piece by piece.
 template <class State, int kDstate, bool kStochastic, class Copy>
 struct Destination {
-  State* storage;
-  int64_t offset;       // of the lane's first piece in row g
-  float* scale;         // of row g, of codes
-  unsigned char* copy;  // of the slab, where there is one
+  State* to;             // the lane's first piece in row g
+  const State* storage;  // its first element
+  float* scale;          // of row g, of codes; in odd lanes, of row g + 8 of an 8-bit state
+  unsigned char* copy;   // of the slab, where there is one
   Rounding rounding;
   static constexpr bool kTwice = kFolds<kDstate, State, Copy> == 2;
   float2 rows[2][convert::kScaled<Copy> && !kTwice ? kDstate / 8 : 1];
@@ -224,8 +228,44 @@ struct Destination {
   template <int kPairsOfPiece>
   __device__ __forceinline__ void store(const float2 (&folded)[kPairsOfPiece], int piece,
                                         int h) const {
-    const int64_t at = offset + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
-    ptx::st_global_v4(storage + at, encode_piece_of_row<State, kStochastic>(folded, rounding, at));
+    State* at = to + 8 * kPairsOfPiece * piece + 8 * h * kDstate;
+    ptx::st_global_v4(at, encode_piece_of_row<State, kStochastic>(folded, rounding, at - storage));
+  }
+
+  // Both rows of an 8-bit state. Even lanes find the scale of row g, odd ones that of row g + 8.
+  __device__ __forceinline__ void store_codes(const Lane& lane) {
+    const bool odd = lane.t & 1;
+    const float amax[2] = {largest(rows[0]), largest(rows[1])};
+    const float theirs = __shfl_xor_sync(kAllLanes, odd ? amax[0] : amax[1], 1);
+    float all = ptx::max_magnitude(odd ? amax[1] : amax[0], theirs);
+    all = ptx::max_magnitude(all, __shfl_xor_sync(kAllLanes, all, 2));
+    const convert::RowScale own = convert::row_scale<State>(all);
+    if (lane.t < 2) *scale = own.decode;
+    const float other = __shfl_xor_sync(kAllLanes, own.encode, 1);
+    const convert::RowScale of[2] = {{odd ? other : own.encode, 0.0f},
+                                     {odd ? own.encode : other, 0.0f}};
+    if (__any_sync(kAllLanes, own.encode == 0.0f)) ptx::aside([&] { clear(of); });
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int J = 0; J < kDstate / 64; ++J) {
+        float2 scaled[8];
+#pragma unroll
+        for (int q = 0; q < 8; ++q) scaled[q] = of[h].scaled(rows[h][8 * J + q]);
+        store(scaled, J, h);
+      }
+    }
+  }
+
+  // Of rows that store zeros all values become 0, also those that are not finite.
+  __device__ __forceinline__ void clear(const convert::RowScale (&of)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int r = 0; r < kDstate / 8; ++r) {
+        if (of[h].encode == 0.0f) rows[h][r] = make_float2(0.0f, 0.0f);
+      }
+    }
   }
 
   // Row g + 8 h of a state that has a copy.
@@ -273,15 +313,10 @@ struct Destination {
       copy += kCopyBytes<Copy, kDstate>;
       scale += kRows;
     } else if constexpr (convert::kScaled<State>) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int64_t at = offset + 8 * h * kDstate;
-        store_scaled_row<State, kStochastic, kDstate / 64>(storage + at, scale + 8 * h, at, rows[h],
-                                                           rounding, lane);
-      }
+      store_codes(lane);
       scale += kRows;
     }
-    offset += kRows * kDstate;
+    to += kRows * kDstate;
   }
 };
 
@@ -324,7 +359,9 @@ struct Source {
       for (int h = 0; h < 2; ++h) {
         slab.x[i][h] = live[i] ? ptx::ld_global_u32(x[i] + 8 * h) : 0u;
       }
-      if constexpr (convert::kScaled<State>) slab.scale[i] = scale[8 * i];
+      if constexpr (convert::kScaled<State>) {
+        slab.scale[i] = __uint_as_float(ptx::ld_global_u32(scale + 8 * i));
+      }
     }
   }
 
@@ -360,7 +397,7 @@ template <class State, class Act, int kDstate, bool kStochastic, class Copy>
 __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& slab,
                                            Source<State, Act, kDstate, Copy>& source,
                                            Destination<State, kDstate, kStochastic, Copy> target,
-                                           const FoldWeights& weights, const uint4* B, int slabs,
+                                           const float* weights, const uint4* B, int slabs,
                                            const Lane& lane) {
   using Slab = Given<State, Act, kDstate, Copy>;
   constexpr int kPairsOfPiece = Slab::kPiece / 2, kTimes = kFolds<kDstate, State, Copy>;
@@ -369,7 +406,7 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& sla
     source.advance();
     const uint32_t x[4] = {ptx::movmatrix(slab.x[0][0]), ptx::movmatrix(slab.x[0][1]),
                            ptx::movmatrix(slab.x[1][0]), ptx::movmatrix(slab.x[1][1])};
-    const Fold<State> fold = prepare_fold<State, Act>(weights, x);
+    const Fold<State> fold = prepare_fold<State, Act>(FoldWeights(weights, lane), x);
     float decay[2] = {fold.decay, fold.decay};
     if constexpr (convert::kScaled<State>) decay[0] *= slab.scale[0], decay[1] *= slab.scale[1];
     if (kAsksEarly<State, Act, Copy> && left > 0) source.ask_for_rows(slab);
@@ -408,8 +445,8 @@ __device__ __forceinline__ void fold_slabs(Given<State, Act, kDstate, Copy>& sla
 // Folds the rows into a head's columns from `column` on.
 template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
-                                             const Item<State, Act>& item, uint4* B, int column,
-                                             const Lane& lane) {
+                                             const Item<State, Act>& item, uint4* B, float* weights,
+                                             int column, const Lane& lane) {
   using Slab = Given<State, Act, kDstate, Copy>;
   const float A = item.A(params), dt = item.dt(params, lane.index & 15);
   State* storage = item.storage(params);
@@ -427,10 +464,12 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
   source.ask_for_rows(slab);
   __syncwarp();  // else the compiler asks for all of this when B has come
   prepare_B<State, Act, kDstate, Copy>(B, params, item, column, lane);
-  const FoldWeights weights(Decays(dt, A), lane);
-  const int64_t offset = item.state_at(params, item.dst) + in_slab;
+  put_fold_weights(weights, Decays(dt, A));
+  __syncwarp();
+  State* to = storage + item.state_at(params, item.dst) + in_slab;
   float* scale = nullptr;
   if constexpr (convert::kScaled<Copy>) scale = item.scale(params, item.dst) + lane.g;
+  if constexpr (convert::kScaled<State>) scale += 8 * (lane.t & 1);
   unsigned char* copy = nullptr;
   if constexpr (!convert::same<State, Copy>) copy = item.copy(params, item.dst);
   const int slabs = params.head_dim / kRows;
@@ -439,17 +478,17 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
     Rounding rounding;
     rounding.seed = convert::mix_seed(static_cast<uint64_t>(*params.rand_seed), item.layer);
     rounding.rounds = params.philox_rounds;
-    fold_slabs<State, Act, kDstate, true, Copy>(
-        slab, source, {storage, offset, scale, copy, rounding}, weights, B, slabs, lane);
+    fold_slabs<State, Act, kDstate, true, Copy>(slab, source, {to, storage, scale, copy, rounding},
+                                                weights, B, slabs, lane);
   } else {
-    fold_slabs<State, Act, kDstate, false, Copy>(slab, source, {storage, offset, scale, copy},
-                                                 weights, B, slabs, lane);
+    fold_slabs<State, Act, kDstate, false, Copy>(slab, source, {to, storage, scale, copy}, weights,
+                                                 B, slabs, lane);
   }
 }
 
 // What steps read is a copy where its type is another one.
 template <class State, class Act, int kDstate, class Copy = State>
-__global__ void __launch_bounds__(kThreads, kResident<State, kDstate, Copy>)
+__global__ void __launch_bounds__(kThreads, kResident<State, Act, kDstate, Copy>)
     materialize(const __grid_constant__ MaterializeParams params) {
   constexpr int kAtOnce = kColumns<State, kDstate, Copy>;
   __shared__ Shared<kAtOnce> shared;
@@ -468,8 +507,8 @@ __global__ void __launch_bounds__(kThreads, kResident<State, kDstate, Copy>)
     if (item.rows == 0) copy_head<State, Act, kDstate, Copy>(params, item, lane);
 #pragma unroll 1
     for (int column = 0; column < kDstate && item.rows > 0; column += kAtOnce) {
-      fold_columns<State, Act, kDstate, Copy>(params, item, &shared.B[warp][0][lane.index], column,
-                                              lane);
+      fold_columns<State, Act, kDstate, Copy>(params, item, &shared.B[warp][0][lane.index],
+                                              shared.weights[warp], column, lane);
     }
   }
 }

@@ -1,5 +1,6 @@
 // The weights of a step's rows, made in shared memory or taken from the caller's scratch.
 #pragma once
+#include "fold.cuh"
 #include "step.cuh"
 
 namespace replay {

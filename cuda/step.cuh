@@ -152,15 +152,6 @@ __device__ __forceinline__ void put_weights(float* to, const WeightShape& shape,
   }
 }
 
-// What a fold takes: the lower half of a warp has the old rows.
-__device__ __forceinline__ void put_fold_weights(float* to, const Decays& decays) {
-  const int j = threadIdx.x & 31;
-  const double total = __shfl_sync(kAllLanes, decays.sum, kRows - 1);
-  if (j >= kRows) return;
-  to[j] = fold_weight(decays, total, decays.sum, decays.dt);
-  if (j == 0) to[kRows] = decays.decay(total);
-}
-
 // Where the weights that a lane takes lie, in words: those of the rows for each tile of tokens, and
 // exp(c_t) of its two tokens of the first tile.
 template <int kTokenTiles>

@@ -277,8 +277,13 @@ class MaterializeKey:
     @property
     def resident_blocks(self) -> int:
         """Blocks of a multiprocessor, which its launch bounds name too."""
-        at_most = 4 if self.state_dtype in ("bfloat16", "float16") else 3
-        return at_most - (self.dstate > 128)
+        wide = self.dstate > 128
+        few_registers = self.state_dtype in ("bfloat16", "float16") or (
+            self.state_dtype in ("int8", "float8_e4m3fn")
+            and self.activation_dtype == "bfloat16"
+            and not wide
+        )
+        return (4 if few_registers else 3) - wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,7 +379,6 @@ EDITS = {
             "(old ? window.live - 1 : own - 1)",
         ),
         ("rows 8 to 15 weigh as 0 to 7", "(j & 6) * 4 + (j & 8) / 4", "(j & 6) * 4"),
-        ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
         (
             "C scaled for four tokens only",
             "first < q; first += kRowsAtOnce",
@@ -401,7 +400,6 @@ EDITS = {
             "tile.C_row(max(min(t, window.q - 1), 0))",
             "tile.C_row(max(min(lane.g, window.q - 1), 0))",
         ),
-        ("fold weights written by all", "if (j >= kRows) return;", ""),
         (
             "half of the columns not read out",
             "acc[tile][i] += odd[tile][i];",
@@ -1092,6 +1090,8 @@ EDITS = {
         ("loaded state of the first sequence", "row * params.source_batch_stride", "0"),
     ],
     "fold.cuh": [
+        ("fold weights written by all", "if (j >= kRows) return;", ""),
+        ("state does not decay at a flush", "to[kRows] = decays.decay(total)", "to[kRows] = 1.0f"),
         ("fp32 fold in two terms", "== 4 ? 3 : 2", "== 4 ? 2 : 2"),
         (
             "fold scales row g + 8 as row g",
@@ -1109,9 +1109,9 @@ EDITS = {
             "weights.coefficient;",
         ),
         (
-            "snapshot weighs rows 8 to 15 as 0 to 7",
-            "kRows + 8 * (i >> 1) + 2 * lane.t",
-            "kRows + 2 * lane.t",
+            "a fold weighs rows 8 to 15 as 0 to 7",
+            "from[8 * (i >> 1) + 2 * lane.t",
+            "from[2 * lane.t",
         ),
     ],
     "materialize.cu": [
@@ -1141,7 +1141,28 @@ EDITS = {
             "params.ring_start[request * params.ring_start_stride]",
             "params.ring_start[0]",
         ),
-        ("snapshot rounded as if at its slab's start", "rounding, at));", "rounding, offset));"),
+        (
+            "snapshot rounded as if at its slab's start",
+            "rounding, at - storage));",
+            "rounding, to - storage));",
+        ),
+        (
+            "snapshot scales row g + 8 as row g",
+            "{odd ? own.encode : other, 0.0f}",
+            "{odd ? other : own.encode, 0.0f}",
+        ),
+        ("snapshot lets lanes of a row differ", "theirs);\n    all = ", "theirs);\n    // "),
+        (
+            "snapshot stores scales of row g only",
+            "if (lane.t < 2) *scale",
+            "if (lane.t < 1) *scale",
+        ),
+        ("both rows of a lane have one scale", "scale += 8 * (lane.t & 1);", ";"),
+        (
+            "snapshot encodes rows that store zeros",
+            "if (__any_sync(kAllLanes, own.encode == 0.0f)) ptx::aside",
+            "if (false) ptx::aside",
+        ),
         (
             "destinations of the first layer",
             "layer * params.dst_slots_layer_stride +",
@@ -1169,7 +1190,7 @@ EDITS = {
         ("every slab of a head is its first", "state += kRows * kDstate;", ""),
         ("slabs share their scales", "scale += kRows;\n    x[0]", "scale += 0;\n    x[0]"),
         ("slabs share their rows of x", "x[0] += kRows, x[1] += kRows;", ""),
-        ("every slab goes where the first goes", "offset += kRows * kDstate;", ""),
+        ("every slab goes where the first goes", "to += kRows * kDstate;", ""),
         (
             "slabs of wide states never asked for",
             "if (!kAsksEarly<State, Act, Copy> &&",
