@@ -372,6 +372,16 @@ struct Source {
   }
 };
 
+// Asks the L2 for a head's slabs behind the first: an 8-bit slab alone leaves memory idle.
+template <class State, int kDstate>
+__device__ __forceinline__ void prefetch_slabs(const State* head, int head_dim, const Lane& lane) {
+  constexpr int kLine = 128 / sizeof(State);
+#pragma unroll 1
+  for (int i = kRows * kDstate + kLine * lane.index; i < head_dim * kDstate; i += 32 * kLine) {
+    ptx::prefetch_L2(head + i);
+  }
+}
+
 // B of the item's rows from `column` on, which are read in the lanes' order of columns.
 template <class State, class Act, int kDstate, class Copy>
 __device__ __forceinline__ void prepare_B(uint4* B, const MaterializeParams& params,
@@ -462,6 +472,10 @@ __device__ __forceinline__ void fold_columns(const MaterializeParams& params,
   Slab slab;
   source.ask_for_pieces(slab);
   source.ask_for_rows(slab);
+  if constexpr (convert::kScaled<State>) {
+    prefetch_slabs<State, kDstate>(storage + item.state_at(params, item.src), params.head_dim,
+                                   lane);
+  }
   __syncwarp();  // else the compiler asks for all of this when B has come
   prepare_B<State, Act, kDstate, Copy>(B, params, item, column, lane);
   put_fold_weights(weights, Decays(dt, A));
