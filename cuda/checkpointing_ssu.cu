@@ -53,7 +53,7 @@ struct Worker {
 
   const CheckpointingSsuParams& params;
   RequestList& list;
-  const int2 listed;
+  int2 listed;
   const Lane lane;
   const TileShape<Act, kDstate> shape;
   const WeightShape weight_shape;
@@ -84,11 +84,10 @@ struct Worker {
   unsigned new_rows;    // in it, the lane's rows of x for the outputs
   int64_t out;          // the lane's first output
 
-  __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
+  __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l,
                                     unsigned char* of_warp)
       : params(p),
         list(l),
-        listed(of_list),
         shape(p, p.max_window),
         weight_shape{p.npredicted},
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
@@ -317,10 +316,11 @@ struct Worker {
 
   // One round asks for a stage, finishes the one that was read before, and reads the next one. The
   // first round only asks.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(int2 of_list) {
     static_assert(kStages == 2, "one round that only asks");
     Readers<State, Act, kDstate, kTokenTiles> readers;
     Sums acc;
+    listed = of_list;
     ahead.heads = 0, ahead.stage = 0, ahead.parity = 1, place = 0;
     heads = -1, parity = 0, group_due = 0, folding = kPrepared, second = 0;
 #pragma unroll 1
@@ -514,13 +514,14 @@ template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, 
 __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
+  GivenSlot slot = ask_for_slot(params, 0);
   for (int first = 0; first < params.batch; first += params.most_listed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
-    const int2 listed = list_requests(list, params, first);
-    unsigned char* memory =
-        ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
-    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint>(params, list, listed, memory)
-        .run();
+    if (first > 0) slot = ask_for_slot(params, first);
+    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
+        params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
+    const int2 listed = list_requests(list, params, first, slot);
+    worker.run(listed);
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
