@@ -154,6 +154,23 @@ struct Worker {
 
   // ---- what it asks for -------------------------------------------------------------------------
 
+  // Asks the L2 for parts of states of the warp's sequences, a slot a lane, of which each block has
+  // its own: memory has nothing else to do yet. A part is the first 4 KiB of a head, or less.
+  __device__ __forceinline__ void prefetch_states(int slot) const {
+    constexpr int kLine = 128, kPartsOfBlock = 8;
+    const int warps = (min(params.batch, static_cast<int>(blockDim.x)) + 31) / 32;
+    const int parts = max(kPartsOfBlock / warps, 1);
+    const int bytes = params.head_dim / kRows * Slab::kBytes;
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+      const unsigned part = blockIdx.x * parts + i, head = part / 32;
+      const int of_lane = __shfl_sync(kAllLanes, slot, part & 31);
+      if (of_lane < 0 || head >= params.nheads || kLine * lane.index >= bytes) continue;
+      ptx::prefetch_L2(reinterpret_cast<const unsigned char*>(state_of(of_lane, head)) +
+                       kLine * lane.index);
+    }
+  }
+
   // Takes the block's next item.
   __device__ __forceinline__ void take_item() {
     unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
@@ -520,7 +537,8 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
     if (first > 0) slot = ask_for_slot(params, first);
     Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
         params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
-    const int2 listed = list_requests(list, params, first, slot);
+    const int2 listed = list_requests(list, params, first, slot,
+                                      [&](int slot) { worker.prefetch_states(slot); });
     worker.run(listed);
     append<Act, kDstate>(list, params, listed);
     __syncthreads();

@@ -54,24 +54,43 @@ __device__ __forceinline__ GivenSlot ask_for_slot(const CheckpointingSsuParams& 
   return slot;
 }
 
+struct Cursors {
+  int start, live;
+  unsigned char forced;
+};
+
+// What follows does not wait for them.
+__device__ __forceinline__ Cursors ask_for_cursors(const CheckpointingSsuParams& params,
+                                                   const Request& request) {
+  Cursors cursors = {*ring_start_of(params, request.slot), *live_rows_of(params, request.slot), 0};
+  if (params.force_flush != nullptr) {
+    cursors.forced = params.force_flush[request.row * params.force_flush_stride];
+  }
+  return cursors;
+}
+
 // Lists the sequences from `first` on that have something to do; `slot` is what was asked for.
-// Returns how many flush and how many do not.
+// Returns how many flush and how many do not. All warps do `meanwhile(slot)`, -1 for padding, while
+// the cursors come.
+template <class Meanwhile>
 __device__ __forceinline__ int2 list_requests(RequestList& list,
                                               const CheckpointingSsuParams& params, int first,
-                                              GivenSlot slot) {
+                                              GivenSlot slot, Meanwhile meanwhile) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int end = min(first + params.most_listed, params.batch);
   int2 listed = make_int2(0, 0);
   for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
     const int row = base + static_cast<int>(threadIdx.x);
     Request request = {-1, 0, 0, {0, 0, 0, false}};
+    Cursors cursors = {};
     if (row < end) {
       request = find_tokens(params, row);
       request.slot = slot.slot(params);
-      if (request.slot >= 0) {
-        const int start = *ring_start_of(params, request.slot);
-        set_window(params, request, start, *live_rows_of(params, request.slot));
-      }
+      if (request.slot >= 0) cursors = ask_for_cursors(params, request);
+    }
+    meanwhile(request.slot);
+    if (request.slot >= 0) {
+      set_window(params, request, cursors.start, cursors.live, cursors.forced != 0);
     }
     const bool flush = request.slot >= 0 && request.window.flush;
     const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
