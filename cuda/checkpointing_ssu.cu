@@ -522,9 +522,14 @@ struct Worker {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// A second tile of tokens wants the registers of a third of the warps.
-template <int kTokenTiles>
-constexpr int kMostThreads = kTokenTiles == 1 ? 384 : 256;
+// A second tile of tokens wants the registers of a third of the warps, and so do rows of 256, of
+// which shared memory feeds hardly more.
+template <int kDstate, int kTokenTiles>
+constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 ? 384 : 256;
+
+// Codes beside fp16 leave no register for a worker that is there before the list.
+template <class State, class Act>
+constexpr bool kWorksEarly = !(convert::kScaled<State> && convert::same<Act, fp16>);
 
 // The block's items, list after list.
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
@@ -534,11 +539,17 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   GivenSlot slot = ask_for_slot(params, 0);
   for (int first = 0; first < params.batch; first += params.most_listed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
-    if (first > 0) slot = ask_for_slot(params, first);
+    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);
+    int2 listed;
+    if constexpr (!kWorksEarly<State, Act>) {
+      listed = list_requests(list, params, first, slot, [](int) {});
+    }
     Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
         params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
-    const int2 listed = list_requests(list, params, first, slot,
-                                      [&](int slot) { worker.prefetch_states(slot); });
+    if constexpr (kWorksEarly<State, Act>) {
+      listed = list_requests(list, params, first, slot,
+                             [&](int of_lane) { worker.prefetch_states(of_lane); });
+    }
     worker.run(listed);
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
@@ -547,7 +558,7 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
 }
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -557,7 +568,7 @@ __global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
 // What was written before the precompute is complete when this starts; what it writes itself is
 // waited for by each warp.
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
     checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::fence_acq_rel_gpu();
   ptx::grid_dependency_launch();

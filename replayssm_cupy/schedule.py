@@ -194,7 +194,7 @@ def slabs_of_stage(key: CheckpointingSsuKey) -> int:
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if key.token_tiles == 1 else 8
+    return 12 if key.token_tiles == 1 and key.dstate <= 128 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:

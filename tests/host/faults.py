@@ -594,7 +594,7 @@ EDITS = {
         ),
         (
             "slots of the first list for the second",
-            "    if (first > 0) slot = ask_for_slot(params, first);\n",
+            "    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);\n",
             "",
         ),
         (

@@ -31,8 +31,8 @@ KEYS = {
     "small": SmallCheckpointingSsuKey,
     "two kernels": PreparedCheckpointingSsuKey,
 }
-# Multiprocessors for 17 sequences of two groups of three heads, of a few tokens and of many: an item
-# of the streaming form has a whole group, two heads and then one, or one.
+# Multiprocessors for 17 sequences of two groups of three heads, of a few tokens and of many: an
+# item of the streaming form has a whole group, two heads and then one, or one.
 HEADS = {1: 3, 6: 2, 500: 1}
 HEADS_OF_MANY = {1: 3, 3: 2, 500: 1}
 BATCH = 17
