@@ -53,7 +53,7 @@ struct Worker {
 
   const CheckpointingSsuParams& params;
   RequestList& list;
-  const int2 listed;
+  int2 listed;
   const Lane lane;
   const TileShape<Act, kDstate> shape;
   const WeightShape weight_shape;
@@ -84,11 +84,10 @@ struct Worker {
   unsigned new_rows;    // in it, the lane's rows of x for the outputs
   int64_t out;          // the lane's first output
 
-  __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l, int2 of_list,
+  __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l,
                                     unsigned char* of_warp)
       : params(p),
         list(l),
-        listed(of_list),
         shape(p, p.max_window),
         weight_shape{p.npredicted},
         spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
@@ -154,6 +153,23 @@ struct Worker {
   }
 
   // ---- what it asks for -------------------------------------------------------------------------
+
+  // Asks the L2 for parts of states of the warp's sequences, a slot a lane, of which each block has
+  // its own: memory has nothing else to do yet. A part is the first 4 KiB of a head, or less.
+  __device__ __forceinline__ void prefetch_states(int slot) const {
+    constexpr int kLine = 128, kPartsOfBlock = 8;
+    const int warps = (min(params.batch, static_cast<int>(blockDim.x)) + 31) / 32;
+    const int parts = max(kPartsOfBlock / warps, 1);
+    const int bytes = params.head_dim / kRows * Slab::kBytes;
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+      const unsigned part = blockIdx.x * parts + i, head = part / 32;
+      const int of_lane = __shfl_sync(kAllLanes, slot, part & 31);
+      if (of_lane < 0 || head >= params.nheads || kLine * lane.index >= bytes) continue;
+      ptx::prefetch_L2(reinterpret_cast<const unsigned char*>(state_of(of_lane, head)) +
+                       kLine * lane.index);
+    }
+  }
 
   // Takes the block's next item.
   __device__ __forceinline__ void take_item() {
@@ -317,10 +333,11 @@ struct Worker {
 
   // One round asks for a stage, finishes the one that was read before, and reads the next one. The
   // first round only asks.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(int2 of_list) {
     static_assert(kStages == 2, "one round that only asks");
     Readers<State, Act, kDstate, kTokenTiles> readers;
     Sums acc;
+    listed = of_list;
     ahead.heads = 0, ahead.stage = 0, ahead.parity = 1, place = 0;
     heads = -1, parity = 0, group_due = 0, folding = kPrepared, second = 0;
 #pragma unroll 1
@@ -505,22 +522,35 @@ struct Worker {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// A second tile of tokens wants the registers of a third of the warps.
-template <int kTokenTiles>
-constexpr int kMostThreads = kTokenTiles == 1 ? 384 : 256;
+// A second tile of tokens wants the registers of a third of the warps, and so do rows of 256, of
+// which shared memory feeds hardly more.
+template <int kDstate, int kTokenTiles>
+constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 ? 384 : 256;
+
+// Codes beside fp16 leave no register for a worker that is there before the list.
+template <class State, class Act>
+constexpr bool kWorksEarly = !(convert::kScaled<State> && convert::same<Act, fp16>);
 
 // The block's items, list after list.
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
   const int warp = threadIdx.x >> 5;
+  GivenSlot slot = ask_for_slot(params, 0);
   for (int first = 0; first < params.batch; first += params.most_listed) {
     if (threadIdx.x == 0) list.taken = list.appended = 0;
-    const int2 listed = list_requests(list, params, first);
-    unsigned char* memory =
-        ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share;
-    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint>(params, list, listed, memory)
-        .run();
+    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);
+    int2 listed;
+    if constexpr (!kWorksEarly<State, Act>) {
+      listed = list_requests(list, params, first, slot, [](int) {});
+    }
+    Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
+        params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
+    if constexpr (kWorksEarly<State, Act>) {
+      listed = list_requests(list, params, first, slot,
+                             [&](int of_lane) { worker.prefetch_states(of_lane); });
+    }
+    worker.run(listed);
     append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
@@ -528,7 +558,7 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
 }
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -538,7 +568,7 @@ __global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
 // What was written before the precompute is complete when this starts; what it writes itself is
 // waited for by each warp.
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
     checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::fence_acq_rel_gpu();
   ptx::grid_dependency_launch();

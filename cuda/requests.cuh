@@ -47,22 +47,50 @@ __device__ __forceinline__ int take(int& counter) {
   return __shfl_sync(kAllLanes, ptx::atomic_count_shared(ptx::to_smem(&counter)), 0);
 }
 
-// Lists the sequences from `first` on that have something to do. Returns how many flush and how
-// many do not.
+// The slot of the thread's row among those from `first` on. What follows does not wait for it.
+__device__ __forceinline__ GivenSlot ask_for_slot(const CheckpointingSsuParams& params, int first) {
+  const GivenSlot slot(params, min(first + static_cast<int>(threadIdx.x), params.batch - 1));
+  ptx::keep_order();
+  return slot;
+}
+
+struct Cursors {
+  int start, live;
+  unsigned char forced;
+};
+
+// What follows does not wait for them.
+__device__ __forceinline__ Cursors ask_for_cursors(const CheckpointingSsuParams& params,
+                                                   const Request& request) {
+  Cursors cursors = {*ring_start_of(params, request.slot), *live_rows_of(params, request.slot), 0};
+  if (params.force_flush != nullptr) {
+    cursors.forced = params.force_flush[request.row * params.force_flush_stride];
+  }
+  return cursors;
+}
+
+// Lists the sequences from `first` on that have something to do; `slot` is what was asked for.
+// Returns how many flush and how many do not. All warps do `meanwhile(slot)`, -1 for padding, while
+// the cursors come.
+template <class Meanwhile>
 __device__ __forceinline__ int2 list_requests(RequestList& list,
-                                              const CheckpointingSsuParams& params, int first) {
+                                              const CheckpointingSsuParams& params, int first,
+                                              GivenSlot slot, Meanwhile meanwhile) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int end = min(first + params.most_listed, params.batch);
   int2 listed = make_int2(0, 0);
   for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
     const int row = base + static_cast<int>(threadIdx.x);
     Request request = {-1, 0, 0, {0, 0, 0, false}};
+    Cursors cursors = {};
     if (row < end) {
-      request = find_request(params, row);
-      if (request.slot >= 0) {
-        const int start = *ring_start_of(params, request.slot);
-        set_window(params, request, start, *live_rows_of(params, request.slot));
-      }
+      request = find_tokens(params, row);
+      request.slot = slot.slot(params);
+      if (request.slot >= 0) cursors = ask_for_cursors(params, request);
+    }
+    meanwhile(request.slot);
+    if (request.slot >= 0) {
+      set_window(params, request, cursors.start, cursors.live, cursors.forced != 0);
     }
     const bool flush = request.slot >= 0 && request.window.flush;
     const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
@@ -85,6 +113,8 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
       list.entries()[params.most_listed - 1 - before.y - __popc(staying & lower)] =
           pack_request(request);
     }
+    const int next = base + static_cast<int>(blockDim.x);
+    if (next < end) slot = ask_for_slot(params, next);
     __syncthreads();
   }
   return listed;

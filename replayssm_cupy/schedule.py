@@ -197,24 +197,32 @@ def slabs_of_stage(key: CheckpointingSsuKey) -> int:
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if key.token_tiles == 1 else 8
+    return 12 if key.token_tiles == 1 and key.dstate <= 128 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
-    """That a warp takes at once."""
-    heads_of_warp = step.batch * step.nheads / (on.count * 8)
-    if key.state_dtype == "float32" or heads_of_warp < 3:
+    """That a warp takes at once: its first item should be its last, with room for the flushes.
+
+    Of a step in which warps take many items, those of 8 bits are long: they cost instructions.
+    """
+    if key.state_dtype == "float32":
         return 1
-    return 4 if key.state_dtype in SCALED_FORMATS and heads_of_warp >= 6 else 2
+    heads = step.batch * step.nheads / on.count
+    flushing = min(1.0, step.tokens / step.max_window)
+    for most in (1, 2, 4):
+        if heads * ((1 - flushing) / most + flushing) <= most_warps(key):
+            return most
+    if heads < 24:
+        return 1
+    return 4 if key.state_dtype in SCALED_FORMATS and heads >= 48 else 2
 
 
 def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> int:
     """That a warp takes at once where it folds: few if a flush would outlast what comes behind."""
-    if key.state_dtype in COPY_DTYPES:
+    if key.state_dtype in COPY_DTYPES or step.batch * step.nheads / on.count < 48:
         return 1
-    heads_of_warp = step.batch * step.nheads / (on.count * 8)
     scaled = key.state_dtype in SCALED_FORMATS
-    return max(1, most // 2) if heads_of_warp < 6 or (scaled and step.tokens == 1) else most
+    return max(1, most // 2) if scaled and step.tokens == 1 else most
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

@@ -296,6 +296,11 @@ EDITS = {
         ),
         ("padding listed", "request.slot >= 0 && !flush", "row < end && !flush"),
         (
+            "slots of a list's first rows for those behind",
+            "    if (next < end) slot = ask_for_slot(params, next);\n",
+            "",
+        ),
+        (
             "append one row late",
             "window.live, params.ring_buffer_len);\n    append_token",
             "window.live + 1, params.ring_buffer_len);\n    append_token",
@@ -585,6 +590,11 @@ EDITS = {
             "second list goes on where the first ended",
             "if (threadIdx.x == 0) list.taken",
             "if (threadIdx.x == 0 && first == 0) list.taken",
+        ),
+        (
+            "slots of the first list for the second",
+            "    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);\n",
+            "",
         ),
         (
             "list begun anew while others take from it",
