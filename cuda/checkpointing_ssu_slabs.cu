@@ -1,5 +1,5 @@
 // The step for few heads and several tokens, or on a state that has a copy to read: the phases of
-// checkpointing_ssu.cu, so the same bits, in another order. Grid: one block per batch row (x), head
+// checkpointing_ssu.cu, so the same bits, in another order. Grid: one block per head (x), batch row
 // (y) and part of the head (z); one warp per slab of 16 rows p, and two that prepare the weights
 // meanwhile. The ring's rows lie in shared memory by their places in the ring, so that nothing
 // waits for the cursors but the weights. Dead rows come along and are never used.
@@ -322,9 +322,9 @@ template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint
 __global__ void __launch_bounds__(32 * (kMostSlabs + 2),
                                   kLeastBlocks<kDstate, !convert::same<State, Checkpoint>>)
     checkpointing_ssu_slabs(const __grid_constant__ CheckpointingSsuParams params) {
-  const int row = blockIdx.x;
-  const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(params, ptx::dynamic_smem(),
-                                                                 blockIdx.y, blockIdx.z);
+  const int row = batch_row_of_block(params.flags);
+  const Head<State, Act, kDstate, kTokenTiles, Checkpoint> block(
+      params, ptx::dynamic_smem(), head_of_block(params.flags), blockIdx.z);
   if (ptx::kHasDependentLaunch && params.starts_early) block.prefetch(row);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();

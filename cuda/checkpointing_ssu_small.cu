@@ -1,16 +1,17 @@
 // The step of checkpointing_ssu.cu for few heads, where time is latency. What it stores is the same
 // bit for bit; its outputs are fp32 sums in another order.
 //
-// Grid: one block per batch row (x), head (y) and part of the head (z). Warps have one of two
-// tasks. State warps ask for rows p of the checkpoint, and for x of the ring, as soon as the slot
-// is known, and sum S C_t, eight lanes a row. Three weight warps ask for rows of B meanwhile, and
-// compute what each row weighs in each output. Then the state warps add the rows up, and the last
-// weight warp appends the new ones. Ring rows go by their places in the ring, so that no load waits
-// for the cursors. Dead rows come along and are never used.
-// Outputs come from the checkpoint as it was and from all rows, so a flush only adds work: at the
-// end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time.
-// Time is instructions here, before the loads above all. So what every step has is straight, what
-// few have stands aside, and addresses are made of strides in bytes, one instruction each.
+// Grid: one block per head (x), batch row (y) and part of the head (z); with more rows than y
+// takes, rows along x and heads along y. Warps have one of two tasks. State warps ask for rows p of
+// the checkpoint, and for x of the ring, as soon as the slot is known, and sum S C_t, eight lanes a
+// row. Three weight warps ask for rows of B meanwhile, and compute what each row weighs in each
+// output. Then the state warps add the rows up, and the last weight warp appends the new ones. Ring
+// rows go by their places in the ring, so that no load waits for the cursors. Dead rows come along
+// and are never used. Outputs come from the checkpoint as it was and from all rows, so a flush only
+// adds work: at the end all warps fold the old rows into the checkpoint, a piece of a slab of 16
+// rows at a time. Time is instructions here, before the loads above all. So what every step has is
+// straight, what few have stands aside, and addresses are made of strides in bytes, one instruction
+// each.
 #include "flush.cuh"
 #include "read_out.cuh"
 #include "weigh.cuh"
@@ -32,7 +33,8 @@ __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, in
 // later reads are faster, so the slot may be one of before.
 template <class State, class Act, int kDstate>
 __device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
-  const int row = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * params.rows_of_block;
+  const int row = batch_row_of_block(params.flags), head = head_of_block(params.flags);
+  const int first_row = blockIdx.z * params.rows_of_block;
   unsigned slot = row;
   if (params.slots != nullptr) {
     const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
@@ -70,30 +72,24 @@ struct FoldWarp {
   Shared<kTokens>& shared;
   const Lane at;
   const int warps, warp;
-  const Window window;
   // In the first slab, where the lane's part of row g is, its scale, and the same element of four
   // old rows of x: 2 t and 2 t + 1, and those 8 behind.
   Bytes state, scale, x[4];
   // B of the old rows as operands of the piece that they were loaded for, see `prepare_B`.
   uint32_t b[2][Piece::kPairs];
 
-  __device__ __forceinline__ static unsigned head() { return blockIdx.y + ptx::zero_of_lane(); }
-
   // Old row j of a ring of the sequence, behind its first byte of `index`.
   __device__ __forceinline__ Bytes old_row(int j, Bytes ring, int slot_bytes, unsigned index,
                                            int index_bytes, int row_bytes) const {
+    const Window window = {shared.start, shared.live, 0, true};
     const RowMap map = {window.start, params.ring_buffer_len};
     const Bytes first = behind(behind(ring, index, index_bytes), shared.slot, slot_bytes);
     return behind(first, map.old_row(window, j), row_bytes);
   }
 
   __device__ __forceinline__ FoldWarp(const CheckpointingSsuParams& p, Shared<kTokens>& s)
-      : params(p),
-        shared(s),
-        warps(p.threads / 32),
-        warp(threadIdx.x >> 5),
-        window{s.start, s.live, 0, true} {
-    const unsigned head = this->head(), row = blockIdx.z * p.rows_of_block + at.g;
+      : params(p), shared(s), warps(p.threads / 32), warp(threadIdx.x >> 5) {
+    const unsigned head = shared.head, row = blockIdx.z * p.rows_of_block + at.g;
     state = behind(behind(bytes_of(params.state), shared.slot, params.state_slot_bytes), head,
                    params.state_head_bytes);
     state += static_cast<unsigned>(row * kDstate * sizeof(State) + at.t * Piece::kBytes);
@@ -114,9 +110,9 @@ struct FoldWarp {
     const unsigned bytes = (4 * n + at.t) * static_cast<unsigned>(Piece::kColumns * sizeof(Act));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Bytes B =
-          old_row(8 * i + at.g, bytes_of(params.B_cache), params.B_cache_slot_bytes,
-                  group_of(params, head()), params.B_cache_group_bytes, params.B_cache_row_bytes);
+      const Bytes B = old_row(8 * i + at.g, bytes_of(params.B_cache), params.B_cache_slot_bytes,
+                              group_of(params, shared.head), params.B_cache_group_bytes,
+                              params.B_cache_row_bytes);
       load_words(b[i], B + bytes);
 #pragma unroll
       for (int r = 0; r < Piece::kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);

@@ -31,6 +31,7 @@ enum SmallFlag : int {
   kHalfScalars = 65536,  // one of dt, dt_bias, A and D is float16
   kSoftplus = 131072,
   kForcedFlushes = 262144,
+  kRowsFirst = 524288,  // blocks of the batch along x, where they are too many along y
 };
 
 // First what the small form takes, in the order in which it needs it: each 64 bytes that are not in

@@ -30,7 +30,7 @@ struct Shared {
   int flush;
   // What a flush takes: where the old rows are, what they weigh (see `put_fold_weights`), and the
   // largest magnitudes in the pieces of 8-bit rows.
-  int slot, start, live;
+  int slot, head, start, live;
   float fold_weights[kRows + 4];
   alignas(16) float largest[kMostRowsOfBlock][8];
 };
@@ -127,13 +127,13 @@ struct Block {
         flags(p.flags),
         warp(threadIdx.x >> 5),
         lane(threadIdx.x & 31),
-        head(blockIdx.y + ptx::zero_of_lane()),
+        head(head_of_block(flags) + ptx::zero_of_lane()),
         group(group_of(p, head)),
         first_row(blockIdx.z * p.rows_of_block),
-        low(blockIdx.x + ptx::zero_of_lane()),
+        low(batch_row_of_block(flags) + ptx::zero_of_lane()),
         high(0),
         sequence(low),
-        request{-1, blockIdx.x, 0, {0, 0, kTokens, false}} {
+        request{-1, batch_row_of_block(flags), 0, {0, 0, kTokens, false}} {
     if (has(kHasSlots)) {
       const Bytes slot = behind(bytes_of(params.slots), low, params.slots_bytes);
       if (has(kSlotsInt64)) high = ptx::ld_global_u32(slot + 4);

@@ -4,6 +4,15 @@
 
 namespace replay {
 
+// Of a block of the forms for few heads. The heads of a sequence, which flush together, lie side by
+// side in the grid: they are on as many multiprocessors.
+__device__ __forceinline__ unsigned batch_row_of_block(int flags) {
+  return flags & kRowsFirst ? blockIdx.x : blockIdx.y;
+}
+__device__ __forceinline__ unsigned head_of_block(int flags) {
+  return flags & kRowsFirst ? blockIdx.y : blockIdx.x;
+}
+
 // ---- dt of the rows -----------------------------------------------------------------------------
 
 constexpr int kHeadsOfItem = 8;  // most heads that are prepared together

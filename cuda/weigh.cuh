@@ -298,7 +298,8 @@ struct RingWarp : Block<kTokens> {
     }
     put_fold_weights(shared.fold_weights, Decays(of_row, A));
     if (lane == 0) {
-      shared.slot = request.slot, shared.start = window.start, shared.live = window.live;
+      shared.slot = request.slot, shared.head = head, shared.start = window.start,
+      shared.live = window.live;
     }
     return 1;
   }

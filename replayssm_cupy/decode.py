@@ -64,7 +64,7 @@ def decode(
     views["out"] = view(out, "out")
     if x.device.kind in launchers:
         plan = plan_of(views, options)
-        if plan.grid[0]:
+        if all(plan.grid):
             if options.check:
                 check_step(plan, views, options, folds)
             earlier, others = before()
@@ -105,7 +105,7 @@ def bind(
     if x.device.kind in launchers:
         plan = plan_of(views, options)
         with_jax = any(array is not None and array.framework == "jax" for array in views.values())
-        if plan.grid[0] and not options.check and not with_jax:
+        if all(plan.grid) and not options.check and not with_jax:
             pool = PlanPool(pointing_to(plan, views), x._replace(owner=None))
             if x.device.kind == "cuda":  # now, because a capture may be next
                 with device_guard(plan.device):

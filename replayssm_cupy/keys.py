@@ -25,6 +25,7 @@ DSTATES = (64, 128, 256)
 MAX_TOKENS = 16
 MAX_WINDOW = 16
 TOKENS_PER_TILE = 8
+MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1  # of a launch along x and y
 TOKENS_OF_FORMS = 1, 2, 3, 9  # the least tokens of a step that takes another kernel
 
 _CPP = {

@@ -14,14 +14,13 @@ from typing import Any, Protocol
 from . import compiler, driver
 from .arrays import Device, device_guard
 from .errors import ReplaySSMError
-from .keys import Key
+from .keys import MAX_BLOCKS, MAX_BLOCKS_Y, Key
 
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
 MAX_RESET_LAYERS = 128
 SLOT_ARRAYS = 6  # state, copy, scale, x, B and dt rings
 RINGS = 3  # x, B and dt
-MAX_BLOCKS, MAX_BLOCKS_Y = 2**31 - 1, 2**16 - 1
 DEFAULT_SHARED_BYTES = 48 << 10  # more of it a kernel must be allowed to take
 PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
 

@@ -14,6 +14,7 @@ from .arrays import Device, itemsize
 from .compiler import import_cupy
 from .keys import (
     COPY_DTYPES,
+    MAX_BLOCKS_Y,
     SCALED_FORMATS,
     SLAB,
     CheckpointingSsuKey,
@@ -61,6 +62,7 @@ class SmallFlag(IntFlag):
     HALF_SCALARS = 65536
     SOFTPLUS = 131072
     FORCED_FLUSHES = 262144
+    ROWS_FIRST = 524288
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +351,24 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
         "last_row": (step.ring_buffer_len if by_place else step.max_window) - 1,
         "inverse_heads_per_group": -(-(1 << 31) // step.heads_per_group),
     }
-    grid = step.batch, step.nheads, -(-step.head_dim // spread.rows)
+    grid, order = _grid_of_heads(step, -(-step.head_dim // spread.rows))
+    fields["flags"] |= order
     return Schedule(key, grid, fields["threads"], _shared_bytes(key.token_tiles), fields)
+
+
+def _grid_of_heads(step: Step, parts: int) -> tuple[tuple[int, int, int], int]:
+    """A block for each part of a head, and the flag that tells the order.
+
+    Heads of a sequence, which flush together, lie side by side: on as many multiprocessors.
+    """
+    if step.batch > MAX_BLOCKS_Y:
+        return (step.batch, step.nheads, parts), int(SmallFlag.ROWS_FIRST)
+    return (step.nheads, step.batch, parts), 0
 
 
 def _shared_bytes(tokens: int) -> int:
     """Of `Shared` in cuda/small.cuh."""
-    words = tokens * (STEP_ROWS + tokens + 1) + 4 + SLAB + 4
+    words = tokens * (STEP_ROWS + tokens + 1) + 5 + SLAB + 4
     return _round_up(4 * words, 16) + 4 * 8 * MOST_ROWS_OF_BLOCK
 
 
@@ -382,7 +395,8 @@ def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         slabs = -(-slabs // 2)
     share, parts = share_of(slabs), -(-all_slabs // slabs)
     size = share["bytes_of_share"]
-    return Schedule(key, (step.batch, step.nheads, parts), 32 * (slabs + 2), size, share)
+    grid, share["flags"] = _grid_of_heads(step, parts)
+    return Schedule(key, grid, 32 * (slabs + 2), size, share)
 
 
 def _share(

@@ -809,6 +809,7 @@ EDITS = {
             "shared.live = kRows;",
         ),
         ("small: slot of the fold not told", "shared.slot = request.slot, ", ""),
+        ("small: another head folded", "shared.head = head, ", "shared.head = 0, "),
         ("small: dt of another row folded", "of_row, place & 31);", "of_row, lane);"),
         ("small: dt of a far row not found", "else if (place > 31) {", "else if (false) {"),
         (

@@ -142,8 +142,21 @@ def test_heads_in_parts(in_form, dtype, head_dim):
     rng = np.random.default_rng(3)
     pools, step = full_pools(case, rng), make_step(case, 5, rng)
     by_slabs = in_form("small", case, pools, step, count=60)
-    assert by_slabs[2].grid == (5, 4, 2)
+    assert by_slabs[2].grid == (4, 5, 2)
     assert_same(by_slabs, in_form("stream", case, pools, step))
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_more_rows_than_blocks_along_y(in_form, monkeypatch, tokens):
+    """The forms for few heads then have rows of the batch along x."""
+    case = Case(Shape("wide", 3, 1, 64, 64), tokens, 16, "int8", num_slots=6)
+    rng = np.random.default_rng(6)
+    pools, step = full_pools(case, rng), make_step(case, 5, rng)
+    heads_first = in_form("small", case, pools, step)
+    monkeypatch.setattr(schedule, "MAX_BLOCKS_Y", 4)
+    rows_first = in_form("small", case, pools, step)
+    assert (heads_first[2].grid[:2], rows_first[2].grid[:2]) == ((3, 5), (5, 3))
+    assert_same(heads_first, rows_first)
 
 
 def test_more_heads_than_lanes(in_form):
