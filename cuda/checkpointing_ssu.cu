@@ -523,9 +523,12 @@ struct Worker {
 // ---- the kernel ---------------------------------------------------------------------------------
 
 // A second tile of tokens wants the registers of a third of the warps, and so do rows of 256, of
-// which shared memory feeds hardly more.
-template <int kDstate, int kTokenTiles>
-constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 ? 384 : 256;
+// which shared memory feeds hardly more, and two forms of a state beside fp16.
+template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint>
+constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 &&
+                                     (convert::same<State, Checkpoint> || !convert::same<Act, fp16>)
+                                 ? 384
+                                 : 256;
 
 // Codes beside fp16 leave no register for a worker that is there before the list.
 template <class State, class Act>
@@ -558,7 +561,7 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
 }
 
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<State, Act, kDstate, kTokenTiles, Checkpoint>, 1)
     checkpointing_ssu(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -568,7 +571,7 @@ __global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
 // What was written before the precompute is complete when this starts; what it writes itself is
 // waited for by each warp.
 template <class State, class Act, int kDstate, int kTokenTiles, class Checkpoint = State>
-__global__ void __launch_bounds__(kMostThreads<kDstate, kTokenTiles>, 1)
+__global__ void __launch_bounds__(kMostThreads<State, Act, kDstate, kTokenTiles, Checkpoint>, 1)
     checkpointing_ssu_prepared(const __grid_constant__ CheckpointingSsuParams params) {
   ptx::fence_acq_rel_gpu();
   ptx::grid_dependency_launch();

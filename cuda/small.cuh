@@ -1,6 +1,5 @@
 // What the warps of the small form share: its rows, its shared memory, and how lanes lie in both.
 #pragma once
-#include "fold.cuh"
 #include "step.cuh"
 
 namespace replay {

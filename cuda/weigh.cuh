@@ -2,6 +2,7 @@
 // of the rings. A warp has eight rows, as columns of products of C and B on tensor cores. One more
 // warp is there for a flush.
 #pragma once
+#include "fold.cuh"
 #include "small.cuh"
 
 namespace replay {

@@ -199,7 +199,8 @@ def slabs_of_stage(key: CheckpointingSsuKey) -> int:
 
 def most_warps(key: CheckpointingSsuKey) -> int:
     """Of a block: kMostThreads / 32."""
-    return 12 if key.token_tiles == 1 and key.dstate <= 128 else 8
+    copied_fp16 = key.state_dtype in COPY_DTYPES and key.activation_dtype == "float16"
+    return 12 if key.token_tiles == 1 and key.dstate <= 128 and not copied_fp16 else 8
 
 
 def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:

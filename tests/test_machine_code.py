@@ -66,15 +66,16 @@ def places(code: list[str], pattern: str) -> list[int]:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_small_form_asks_for_everything_before_it_waits(nvdisasm, tmp_path, state_dtype):
-    """Weight warps have asked for rows and tokens when they compute the first exponential, and then
+    """Weight warps have asked for rows and tokens when they compute the first product, and then
     only for a forced flush. State warps ask for all pieces of their rows at once."""
     key = SmallCheckpointingSsuKey(state_dtype, "bfloat16", 128, 1)
     code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90"))
-    (arrive,) = places(code, r"\bBAR\.ARV\b")
-    asks, exponential = places(code, r"\bLDG\b"), places(code, r"\bMUFU\.EX2\b")[0]
-    assert exponential < arrive
-    assert len([i for i in asks if i < exponential and ".128" in code[i]]) >= 5  # B, C and x
-    assert all(".U8" in code[i] for i in asks if exponential < i < arrive)
+    asks, product = places(code, r"\bLDG\b"), places(code, r"\bHMMA\.1688\b")[0]
+    arrivals = places(code, r"\bBAR\.ARV\b")  # of weight warps, and of the one for a flush
+    assert len(arrivals) == 2
+    arrive = min(i for i in arrivals if i > product)
+    assert len([i for i in asks if i < product and ".128" in code[i]]) >= 8  # B and C
+    assert all(".U8" in code[i] for i in asks if product < i < arrive)
     pieces = 128 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype] // 128
     waits = places(code, r"^BAR\.SYNC\S* 0x1\b")
     assert len(waits) == 2  # for one row and for several

@@ -239,9 +239,9 @@ MAY_INCLUDE = {
     "step.cuh": {"rows.cuh"},
     "flush.cuh": {"fold.cuh", "step.cuh"},
     "small.cuh": {"step.cuh"},
-    "weigh.cuh": {"small.cuh"},
+    "weigh.cuh": {"fold.cuh", "small.cuh"},
     "read_out.cuh": {"small.cuh"},
-    "prepare.cuh": {"step.cuh"},
+    "prepare.cuh": {"fold.cuh", "step.cuh"},
     "copied.cuh": {"flush.cuh", "read_copy.cuh"},
 }
 # CCCL's headers and cooperative_groups.h cost seconds in every compilation.

@@ -190,8 +190,8 @@ EDITS = {
         ("pieces of row g in row g + 8", "slab + 64 * J + 8 * h * kDstate;", "slab + 64 * J;"),
         (
             "flush not stored in rows 8 to 15",
-            "8 * kPairsOfPiece * piece + 8 * h * kDstate",
-            "8 * kPairsOfPiece * piece",
+            "h < 2; ++h, to += 8 * kDstate) {\n      const int64_t place = kStochastic",
+            "h < 2; ++h) {\n      const int64_t place = kStochastic",
         ),
         (
             "fold takes the first rows of B twice",
@@ -200,8 +200,8 @@ EDITS = {
         ),
         (
             "flush rounded as if at its slab's start",
-            "Rounding(params), offset(to))",
-            "Rounding(params), offset(slab))",
+            "const int64_t place = kStochastic ? offset(to) : 0;",
+            "const int64_t place = kStochastic ? offset(slab) : 0;",
         ),
         ("random bits of the first half", "place & 8 ? random.z : random.x", "random.x"),
         (
