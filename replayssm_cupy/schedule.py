@@ -168,8 +168,9 @@ def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     """Whether latency counts for more than traffic: few heads a multiprocessor.
 
-    The bounds are where the two forms met on an H200; a fold of several tokens' rows is what the
-    streaming form does better. Four heads of 64 rows are what the form by slabs does at once.
+    The bounds are where the two forms met on an H200, over whole flush cycles; a fold of several
+    tokens' rows is what the streaming form does better. Four heads of 64 rows are what the form by
+    slabs does at once.
     """
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
     if key.state_dtype in COPY_DTYPES:

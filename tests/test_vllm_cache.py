@@ -312,6 +312,7 @@ def test_replays_of_a_captured_step(words, state_dtype):
         stream.begin_capture()
         call(captured)
         graph = stream.end_capture()
+    cupy.cuda.Device().synchronize()  # the graph's stream waits for no other
     for _ in range(40):
         call(eager)
         graph.launch(stream)
