@@ -2,16 +2,17 @@
 // bit for bit; its outputs are fp32 sums in another order.
 //
 // Grid: one block per head (x), batch row (y) and part of the head (z); with more rows than y
-// takes, rows along x and heads along y. Warps have one of two tasks. State warps ask for rows p of
-// the checkpoint, and for x of the ring, as soon as the slot is known, and sum S C_t, eight lanes a
-// row. Three weight warps ask for rows of B meanwhile, and compute what each row weighs in each
-// output. Then the state warps add the rows up, and the last weight warp appends the new ones. Ring
-// rows go by their places in the ring, so that no load waits for the cursors. Dead rows come along
-// and are never used. Outputs come from the checkpoint as it was and from all rows, so a flush only
-// adds work: at the end all warps fold the old rows into the checkpoint, a piece of a slab of 16
-// rows at a time. Time is instructions here, before the loads above all. So what every step has is
-// straight, what few have stands aside, and addresses are made of strides in bytes, one instruction
-// each.
+// takes, rows along x and heads along y. Warps have one of three tasks. State warps ask for rows p
+// of the checkpoint, and for x of the ring, as soon as the slot is known, and sum S C_t, eight
+// lanes a row. Three weight warps ask for rows of B meanwhile, and compute what each row weighs in
+// each output; the last of them appends B and dt of the new rows. Then the state warps add the rows
+// up. One more warp appends x and, where the sequence flushes, weighs the old rows for the fold.
+// Ring rows go by their places in the ring, so that no load waits for the cursors. Dead rows come
+// along and are never used.
+// Outputs come from the checkpoint as it was and from all rows, so a flush only adds work: at the
+// end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time.
+// Time is instructions here, before the loads above all. So what every step has is straight, what
+// few have stands aside, and addresses are made of strides in bytes, one instruction each.
 #include "flush.cuh"
 #include "read_out.cuh"
 #include "weigh.cuh"

@@ -1,6 +1,6 @@
 // Weight warps of the small form: what each row of a step weighs in each output, and the new rows
 // of the rings. A warp has eight rows, as columns of products of C and B on tensor cores. One more
-// warp is there for a flush.
+// warp appends x and weighs the old rows of a flush.
 #pragma once
 #include "fold.cuh"
 #include "small.cuh"

@@ -307,7 +307,7 @@ class Spread(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return self.state_warps + WEIGHT_WARPS + 1  # that weighs the rows of a flush
+        return self.state_warps + WEIGHT_WARPS + 1  # that appends x and weighs a flush
 
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:
@@ -336,7 +336,8 @@ def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Sp
 
 
 def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    """A block has some rows of one head: warps that read the state, and warps that weigh rows.
+    """A block has some rows of one head: warps that read the state, some that weigh rows, and one
+    for the ring.
 
     A ring with more rows than the latter take goes by its live ones.
     """
