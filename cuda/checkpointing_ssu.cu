@@ -83,6 +83,7 @@ struct Worker {
   unsigned char* rows;  // their tile
   unsigned new_rows;    // in it, the lane's rows of x for the outputs
   int64_t out;          // the lane's first output
+  Act* appended;        // and what it appends first
 
   __device__ __forceinline__ Worker(const CheckpointingSsuParams& p, RequestList& l,
                                     unsigned char* of_warp)
@@ -90,7 +91,7 @@ struct Worker {
         list(l),
         shape(p, p.max_window),
         weight_shape{p.npredicted},
-        spread_x(threadIdx.x & 31, 32, p.head_dim / 8),
+        spread_x(Spread::of_warp(lane.index, p.head_dim / 8, p.inverse_pieces)),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
         memory(ptx::kept(of_warp)),
         copied(Slab::copied_by(lane.index)),
@@ -154,23 +155,6 @@ struct Worker {
 
   // ---- what it asks for -------------------------------------------------------------------------
 
-  // Asks the L2 for parts of states of the warp's sequences, a slot a lane, of which each block has
-  // its own: memory has nothing else to do yet. A part is the first 4 KiB of a head, or less.
-  __device__ __forceinline__ void prefetch_states(int slot) const {
-    constexpr int kLine = 128, kPartsOfBlock = 8;
-    const int warps = (min(params.batch, static_cast<int>(blockDim.x)) + 31) / 32;
-    const int parts = max(kPartsOfBlock / warps, 1);
-    const int bytes = params.head_dim / kRows * Slab::kBytes;
-#pragma unroll 1
-    for (int i = 0; i < parts; ++i) {
-      const unsigned part = blockIdx.x * parts + i, head = part / 32;
-      const int of_lane = __shfl_sync(kAllLanes, slot, part & 31);
-      if (of_lane < 0 || head >= params.nheads || kLine * lane.index >= bytes) continue;
-      ptx::prefetch_L2(reinterpret_cast<const unsigned char*>(state_of(of_lane, head)) +
-                       kLine * lane.index);
-    }
-  }
-
   // Takes the block's next item.
   __device__ __forceinline__ void take_item() {
     unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
@@ -219,12 +203,10 @@ struct Worker {
   // Asks for a stage, with the first of a head for its rows, and goes on to the next one.
   __device__ __forceinline__ void ask() {
     __syncwarp();  // all lanes have read what is overwritten
-    if (ahead.stage == 0) {
-      if (ahead.heads == 0) take_item();
-      if (next.heads > 0) ask_for_head();
-    }
+    if (ahead.stage == 0 && ahead.heads == 0) take_item();
     if (next.heads > 0) {
       ask_for_stage();
+      if (ahead.stage == 0) ask_for_head();
       if (++ahead.stage == all_stages) ahead.stage = 0, ahead.state += bytes_to_next_head();
     }
     ptx::cp_async_commit();
@@ -398,6 +380,7 @@ struct Worker {
         in_order().row(request.window, lane.transposed_row()) * shape.x_pitch +
         lane.transposed_column()));
     out = out_of_token(params, request, head, spread_x.row) + 8 * spread_x.piece;
+    appended = appended_x(spread_x.row, head);
     find_rows();
   }
 
@@ -405,6 +388,10 @@ struct Worker {
   __device__ __forceinline__ void find_rows() {
     rows = ptx::kept(head_tile(parity).x);
     if constexpr (convert::kScaled<State>) of_scales = ptx::kept(scales(parity) + lane.g);
+  }
+
+  __device__ __forceinline__ bool is_first_of_group() const {
+    return head == next.group * params.heads_per_group;
   }
 
   // The weights of all heads, unless they come from scratch; C and, of a flush, B as operands.
@@ -426,6 +413,8 @@ struct Worker {
             [&](int j) { return in_order().old_row(window, j); });
       }
       __syncwarp();
+      append_dt(params, request, head, heads, dt(0), lane);
+      if (is_first_of_group()) append_B(params, request, next.group, group(), spread_B);
     }
     prepare_C<kScaledC<State, Act>>(scales_of_C, group(), window.q, lane);
     if (window.flush) prepare_B<Checkpoint>(group(), in_order(), window, lane);
@@ -460,6 +449,24 @@ struct Worker {
     }
   }
 
+  // The lane's piece of x in the ring's row for token t of a head.
+  __device__ __forceinline__ Act* appended_x(int t, unsigned of_head) const {
+    return x_ring<Act>(params, request.slot, of_head) + 8 * spread_x.piece +
+           row_offset(new_row(params, request.window, t), params.x_cache_row_stride);
+  }
+
+  // Writes x of the head's new rows.
+  __device__ __forceinline__ void append_x() const {
+    const ptx::smem_t x = HeadTile<Act, kDstate>{rows, shape}.token_place(spread_x);
+    int t = spread_x.row;
+    if (t < request.window.q) *reinterpret_cast<uint4*>(appended) = ptx::load_shared16(x);
+#pragma unroll 1
+    while ((t += spread_x.rows) < request.window.q) {
+      *reinterpret_cast<uint4*>(appended_x(t, ptx::opaque(static_cast<unsigned>(head)))) =
+          ptx::load_shared16(x + (t - spread_x.row) * shape.x_pitch);
+    }
+  }
+
   // From the sums over a stage to its outputs, which go to memory with the last stage of a head.
   __device__ __forceinline__ void finish(Sums& acc) {
     const int first = stage * kStageSlabs * kRows;
@@ -485,8 +492,10 @@ struct Worker {
       store_outputs<Act>(params, to, y);
       to += spread_x.rows * params.out_token_stride, y += spread_x.rows * pitch;
     }
+    append_x();
     stage = 0, ++head, --heads, parity ^= 1;
     out += params.out_head_stride, of_head += weight_shape.words();
+    appended += params.x_cache_head_stride;
     find_rows();
   }
 
@@ -530,10 +539,6 @@ constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 &&
                                  ? 384
                                  : 256;
 
-// Codes beside fp16 leave no register for a worker that is there before the list.
-template <class State, class Act>
-constexpr bool kWorksEarly = !(convert::kScaled<State> && convert::same<Act, fp16>);
-
 // The block's items, list after list.
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
@@ -541,20 +546,12 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   const int warp = threadIdx.x >> 5;
   GivenSlot slot = ask_for_slot(params, 0);
   for (int first = 0; first < params.batch; first += params.most_listed) {
-    if (threadIdx.x == 0) list.taken = list.appended = 0;
-    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);
-    int2 listed;
-    if constexpr (!kWorksEarly<State, Act>) {
-      listed = list_requests(list, params, first, slot, [](int) {});
-    }
+    if (threadIdx.x == 0) list.taken = 0;
+    if (first > 0) slot = ask_for_slot(params, first);
     Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
         params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
-    if constexpr (kWorksEarly<State, Act>) {
-      listed = list_requests(list, params, first, slot,
-                             [&](int of_lane) { worker.prefetch_states(of_lane); });
-    }
+    const int2 listed = list_requests(list, params, first, slot);
     worker.run(listed);
-    append<Act, kDstate>(list, params, listed);
     __syncthreads();
   }
   if (params.zero_padding) zero_padding(params);

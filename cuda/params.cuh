@@ -115,6 +115,7 @@ struct CheckpointingSsuParams {
   int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
   int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
   int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
+  int inverse_pieces;                                         // 2^16 / (head_dim / 8), rounded up
   // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
   // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
   // out.

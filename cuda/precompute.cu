@@ -4,7 +4,7 @@
 //
 // Equals the weights of reference.replay_step. Grid: one block per batch row (x) and up to 8 heads
 // of a group (y), a warp each. Reads the cursors, the live rows of B and dt, and dt, B and C of the
-// tokens; writes the scratch of its heads and nothing else.
+// tokens; writes the scratch of its heads, and the new rows of dt and B.
 #include "prepare.cuh"
 
 using namespace replay;
@@ -81,6 +81,13 @@ struct Precompute {
                          window, lane);
   }
 
+  // The kernel behind does not take what the new rows of dt and B come from.
+  __device__ __forceinline__ void append() const {
+    append_dt(params, request, head, heads, dt(), lane);
+    if (head != group * params.heads_per_group) return;
+    append_B(params, request, group, rows(), Spread(lane.index, 32, kDstate / 8));
+  }
+
   __device__ __forceinline__ void store_weights() const {
     for (int i = 0; i < heads; ++i) {
       const float* of_head = weights() + i * weight_shape.words();
@@ -120,4 +127,5 @@ __global__ void __launch_bounds__(32)
   block.make_weights(new_dt, constants.value());
   __syncwarp();
   block.store_weights();
+  block.append();
 }

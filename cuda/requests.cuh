@@ -1,5 +1,4 @@
-// The sequences of a batch as a block lists them, and what is done for whole sequences: the new
-// rows of the rings, and the outputs of padding.
+// The sequences of a batch as a block lists them, and the outputs of padding.
 #pragma once
 #include "rows.cuh"
 
@@ -30,8 +29,8 @@ constexpr int kMostWarps = 32;
 
 // In front of its entries: those that flush from the first on, the others from the last.
 struct alignas(16) RequestList {
-  int counts[kMostWarps][2];
-  int taken, appended;  // items of this block, and tokens
+  unsigned counts[kMostWarps];  // sequences of a warp: those that flush, others << 16
+  int taken;                    // items of this block
 
   __device__ __forceinline__ Entry* entries() { return reinterpret_cast<Entry*>(this + 1); }
 
@@ -70,13 +69,12 @@ __device__ __forceinline__ Cursors ask_for_cursors(const CheckpointingSsuParams&
 }
 
 // Lists the sequences from `first` on that have something to do; `slot` is what was asked for.
-// Returns how many flush and how many do not. All warps do `meanwhile(slot)`, -1 for padding, while
-// the cursors come.
-template <class Meanwhile>
+// Returns how many flush and how many do not.
 __device__ __forceinline__ int2 list_requests(RequestList& list,
                                               const CheckpointingSsuParams& params, int first,
-                                              GivenSlot slot, Meanwhile meanwhile) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+                                              GivenSlot slot) {
+  const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const unsigned lower = (1u << lane) - 1u;
   const int end = min(first + params.most_listed, params.batch);
   int2 listed = make_int2(0, 0);
   for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
@@ -88,7 +86,6 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
       request.slot = slot.slot(params);
       if (request.slot >= 0) cursors = ask_for_cursors(params, request);
     }
-    meanwhile(request.slot);
     if (request.slot >= 0) {
       set_window(params, request, cursors.start, cursors.live, cursors.forced != 0);
     }
@@ -96,93 +93,23 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
     const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
     const unsigned flushing = __ballot_sync(kAllLanes, flush);
     const unsigned staying = __ballot_sync(kAllLanes, stay);
-    if (lane == 0) {
-      list.counts[warp][0] = __popc(flushing);
-      list.counts[warp][1] = __popc(staying);
-    }
+    if (lane == 0) list.counts[warp] = __popc(flushing) | __popc(staying) << 16;
     __syncthreads();
-    int2 before = listed;
-    for (int w = 0; w < warps; ++w) {
-      listed.x += list.counts[w][0];
-      listed.y += list.counts[w][1];
-      if (w < warp) before.x += list.counts[w][0], before.y += list.counts[w][1];
+    const unsigned count = lane < warps ? list.counts[lane] : 0;
+    const unsigned before = __reduce_add_sync(kAllLanes, lane < warp ? count : 0);
+    const unsigned all = __reduce_add_sync(kAllLanes, count);
+    if (flush | stay) {
+      const int first_stay = params.most_listed - 1 - listed.y - (before >> 16);
+      const int place = flush ? listed.x + (before & 0xffff) + __popc(flushing & lower)
+                              : first_stay - __popc(staying & lower);
+      list.entries()[place] = pack_request(request);
     }
-    const unsigned lower = (1u << lane) - 1u;
-    if (flush) list.entries()[before.x + __popc(flushing & lower)] = pack_request(request);
-    if (stay) {
-      list.entries()[params.most_listed - 1 - before.y - __popc(staying & lower)] =
-          pack_request(request);
-    }
+    listed.x += all & 0xffff, listed.y += all >> 16;
     const int next = base + static_cast<int>(blockDim.x);
     if (next < end) slot = ask_for_slot(params, next);
     __syncthreads();
   }
   return listed;
-}
-
-// ---- appends and padding ------------------------------------------------------------------------
-
-// Rows of 16-byte pieces from one array to another: loads go out together, then stores.
-template <class Act>
-__device__ __forceinline__ void copy_pieces(Act* to, int64_t to_stride, const Act* from,
-                                            int64_t from_stride, int rows, const Spread& spread) {
-  constexpr int kAtOnce = 4;
-  to += spread.row * to_stride + 8 * spread.piece;
-  from += spread.row * from_stride + 8 * spread.piece;
-  to_stride *= spread.rows, from_stride *= spread.rows;
-  for (int row = spread.row; row < rows; row += kAtOnce * spread.rows) {
-    uint4 v[kAtOnce] = {};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (row + i * spread.rows < rows) v[i] = *reinterpret_cast<const uint4*>(from);
-      from += from_stride;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (row + i * spread.rows < rows) *reinterpret_cast<uint4*>(to) = v[i];
-      to += to_stride;
-    }
-  }
-}
-
-// Copies one token to row `row` of the rings; a warp of its own does it.
-template <class Act, int kDstate>
-__device__ __forceinline__ void append_token(const CheckpointingSsuParams& params,
-                                             const Request& request, int t, int row,
-                                             const Spread& spread_x, const Spread& spread_B) {
-  const int lane = threadIdx.x & 31, ngroups = params.nheads / params.heads_per_group;
-  copy_pieces(x_ring<Act>(params, request.slot, 0) + row_offset(row, params.x_cache_row_stride),
-              params.x_cache_head_stride, x_of_token<Act>(params, request, 0, t),
-              params.x_head_stride, params.nheads, spread_x);
-  copy_pieces(B_ring<Act>(params, request.slot, 0) + row_offset(row, params.B_cache_row_stride),
-              params.B_cache_group_stride, B_of_token<Act>(params, request, 0, t),
-              params.B_group_stride, ngroups, spread_B);
-  for (int head = lane; head < params.nheads; head += 32) {
-    const float dt =
-        convert::load_float(params.dt, dt_of_token(params, request, head, t), params.dt_type);
-    dt_ring(params, request.slot, head)[row_offset(row, params.dt_cache_row_stride)] =
-        processed_dt(params, dt, head);
-  }
-}
-
-// Writes the new rows of all listed sequences behind their live ones. A warp takes whole tokens
-// when it has no item left, so that the last warps have none to write.
-template <class Act, int kDstate>
-__device__ __forceinline__ void append(RequestList& list, const CheckpointingSsuParams& params,
-                                       int2 listed) {
-  const int lane = threadIdx.x & 31, end = (listed.x + listed.y) * params.npredicted;
-  const Spread spread_x(lane, 32, params.head_dim / 8), spread_B(lane, 32, kDstate / 8);
-  while (true) {
-    const int i = take(list.appended) * gridDim.x + blockIdx.x;
-    if (i >= end) return;
-    const int n = i / params.npredicted, t = i - n * params.npredicted;
-    const Request request = unpack_request(list.entry(params, n, listed));
-    if (t >= request.window.q) continue;
-    const Window& window = request.window;
-    const int first = ring_row(window.start, window.live, params.ring_buffer_len);
-    append_token<Act, kDstate>(params, request, t, ring_row(first, t, params.ring_buffer_len),
-                               spread_x, spread_B);
-  }
 }
 
 // Outputs of padded rows become zeros: a warp takes whole rows.

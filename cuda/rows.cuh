@@ -146,6 +146,14 @@ struct Spread {
       : row(thread / pieces), piece(thread - row * pieces), rows(threads / pieces) {
     if (row >= rows) row = kIdle;
   }
+  // Of a warp, without divisions: `inverse` is 2^16 / pieces, rounded up.
+  __device__ static Spread of_warp(unsigned lane, unsigned pieces, unsigned inverse) {
+    Spread spread;
+    spread.row = lane * inverse >> 16, spread.rows = 32 * inverse >> 16;
+    spread.piece = lane - spread.row * pieces;
+    if (spread.row >= spread.rows) spread.row = kIdle;
+    return spread;
+  }
 };
 
 // Rows of a ring that are copied: `count` of them from ring row `first` on. `ring` is the thread's

@@ -247,6 +247,7 @@ __device__ __forceinline__ void scale_C(float* scales, const GroupTile<Act, kDst
     // are.
     const uint32_t exponent = min(max(largest >> 23, 16u), 239u);
     const float down = __uint_as_float((254u - exponent) << 23);
+    __syncwarp();  // lanes without a row have read the last one, too
     if (t >= q) continue;
     const auto scaled = [&](uint32_t word) {
       const float2 c = convert::unpack<bf16>(word);

@@ -192,7 +192,8 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
     )
     for field, value in launch.fields.items():
-        setattr(record, field, getattr(record, field) | value if field == "flags" else value)
+        before = getattr(record, field)
+        setattr(record, field, before | value if field == "flags" else value)
     return _plan_of_launch(launch, record, x.device, options.enable_pdl)
 
 

@@ -30,7 +30,7 @@ from .keys import (
 
 SCRATCH_WORDS = ("cb_scaled_words", "cumAdt_vec_words", "cb_old_words")  # of the record
 STAGES = 2  # of slabs, on their way or in use
-LIST_HEADER, ENTRY = 272, 16  # of `RequestList` in cuda/requests.cuh, in bytes
+LIST_HEADER, ENTRY = 144, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 MOST_LISTED = 512  # sequences that a block works on at a time
 PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
@@ -204,21 +204,22 @@ def most_warps(key: CheckpointingSsuKey) -> int:
     return 12 if key.token_tiles == 1 and key.dstate <= 128 and not copied_fp16 else 8
 
 
-def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> int:
+def most_heads(key: CheckpointingSsuKey, step: Step, on: Processor) -> tuple[int, ...]:
     """That a warp takes at once: its first item should be its last, with room for the flushes.
 
-    Of a step in which warps take many items, those of 8 bits are long: they cost instructions.
+    Of a step in which warps take many items, those of 8 bits cost instructions: there are two
+    lengths to choose from.
     """
     if key.state_dtype == "float32":
-        return 1
+        return (1,)
     heads = step.batch * step.nheads / on.count
     flushing = min(1.0, step.tokens / step.max_window)
     for most in (1, 2, 4):
         if heads * ((1 - flushing) / most + flushing) <= most_warps(key):
-            return most
+            return (most,)
     if heads < 24:
-        return 1
-    return 4 if key.state_dtype in SCALED_FORMATS and heads >= 48 else 2
+        return (1,)
+    return (2, 4) if key.state_dtype in SCALED_FORMATS and heads >= 48 else (2,)
 
 
 def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> int:
@@ -230,11 +231,20 @@ def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, mos
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
+    """The one whose warps have least to do; an item costs about as much as one head more."""
+
+    def work(launch: Schedule) -> int:
+        items = -(-step.batch * launch.fields["items_of_sequence"] // max(1, launch.grid[0]))
+        return -(-items // (launch.threads // 32)) * (launch.fields["heads_of_item"] + 1)
+
+    return min((_stream_of(key, step, on, n) for n in most_heads(key, step, on)), key=work)
+
+
+def _stream_of(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
-    A warp takes several heads of a group at once where it will have many: they share B and C.
+    A warp takes up to `most` heads of a group at once: they share B and C.
     """
-    most = most_heads(key, step, on)
     heads, items = _split(step.heads_per_group, most)
     flush_heads, flushes = _split(step.heads_per_group, most_flushing_heads(key, step, on, most))
     groups = step.nheads // step.heads_per_group
@@ -265,6 +275,7 @@ def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
         "flushes_of_group": flushes,
         "inverse_flushes_of_sequence": inverse(groups * flushes),
         "inverse_flushes_of_group": inverse(flushes),
+        "inverse_pieces": -(-(1 << 16) // (step.head_dim // 8)),
     }
     launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
     if not isinstance(key, PreparedCheckpointingSsuKey):

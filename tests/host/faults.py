@@ -279,20 +279,21 @@ EDITS = {
             "n < listed.x ? n : params.most_listed - 1 - (n - listed.x)",
             "n",
         ),
-        (
-            "list of a step's warps begins anew",
-            "if (w < warp) before.x += list.counts[w][0], before.y += list.counts[w][1];",
-            "",
-        ),
+        ("list of a step's warps begins anew", "lane < warp ? count : 0", "0"),
         (
             "list of the second half of the block begins anew",
-            "int2 before = listed;",
-            "int2 before = make_int2(0, 0);",
+            "listed.x + (before & 0xffff)",
+            "(before & 0xffff)",
         ),
         (
             "list holds one sequence of a warp that flushes",
-            "before.x + __popc(flushing & lower)",
-            "before.x",
+            "(before & 0xffff) + __popc(flushing & lower)",
+            "(before & 0xffff)",
+        ),
+        (
+            "list holds one sequence of a warp that does not",
+            "first_stay - __popc(staying & lower)",
+            "first_stay",
         ),
         ("padding listed", "request.slot >= 0 && !flush", "row < end && !flush"),
         (
@@ -300,38 +301,6 @@ EDITS = {
             "    if (next < end) slot = ask_for_slot(params, next);\n",
             "",
         ),
-        (
-            "append one row late",
-            "window.live, params.ring_buffer_len);\n    append_token",
-            "window.live + 1, params.ring_buffer_len);\n    append_token",
-        ),
-        (
-            "appended tokens in one row",
-            "ring_row(first, t, params.ring_buffer_len)",
-            "ring_row(first, 0, params.ring_buffer_len)",
-        ),
-        (
-            "only the first group appends B",
-            "params.B_group_stride, ngroups, spread_B",
-            "params.B_group_stride, 1, spread_B",
-        ),
-        (
-            "dt of the first head appended",
-            "dt_of_token(params, request, head, t), params.dt_type",
-            "dt_of_token(params, request, 0, t), params.dt_type",
-        ),
-        (
-            "dt of the first 32 heads appended",
-            "head < params.nheads; head += 32",
-            "head < min(params.nheads, 32); head += 32",
-        ),
-        ("append of tokens that are not there", "if (t >= request.window.q) continue;", ""),
-        (
-            "append ends with a short sequence",
-            "if (t >= request.window.q) continue;",
-            "if (t >= request.window.q) return;",
-        ),
-        ("append copies one row of four", "uint4*>(to) = v[i];", "uint4*>(to) = v[0];"),
         (
             "only the first token of padding zeroed",
             "i < request.window.q * per_token",
@@ -415,6 +384,26 @@ EDITS = {
         ("odd tokens decay as even ones", "decay[tile][1] = v.y", "decay[tile][1] = v.x"),
     ],
     "checkpointing_ssu.cu": [
+        (
+            "only the first group appends B",
+            "return head == next.group * params.heads_per_group;",
+            "return head == 0;",
+        ),
+        (
+            "x of every head where the item's first one's belongs",
+            "    appended += params.x_cache_head_stride;\n",
+            "",
+        ),
+        (
+            "x of the first rows of tokens appended",
+            "while ((t += spread_x.rows) < request.window.q)",
+            "while (false)",
+        ),
+        (
+            "append of tokens that are not there",
+            "if (t < request.window.q) *reinterpret_cast",
+            "*reinterpret_cast",
+        ),
         ("copied: the head's first slab", "copy + first_row / kRows * Slab::kBytes", "copy"),
         (
             "copied: stride of the checkpoint",
@@ -593,13 +582,13 @@ EDITS = {
         ),
         (
             "slots of the first list for the second",
-            "    if (!kWorksEarly<State, Act> || first > 0) slot = ask_for_slot(params, first);\n",
+            "    if (first > 0) slot = ask_for_slot(params, first);\n",
             "",
         ),
         (
             "list begun anew while others take from it",
-            "params, listed);\n    __syncthreads();",
-            "params, listed);",
+            "worker.run(listed);\n    __syncthreads();",
+            "worker.run(listed);",
         ),
         ("padding always zeroed", "if (params.zero_padding) zero_padding", "zero_padding"),
         ("scratch read before it is there", "folding = kPrepared,", "folding = 0,"),
@@ -641,6 +630,31 @@ EDITS = {
     ],
     "prepare.cuh": [
         (
+            "append one row late",
+            "window.live, params.ring_buffer_len);\n  return",
+            "window.live + 1, params.ring_buffer_len);\n  return",
+        ),
+        (
+            "appended tokens in one row",
+            "return ring_row(first, t, params.ring_buffer_len)",
+            "return ring_row(first, 0, params.ring_buffer_len)",
+        ),
+        (
+            "dt of the item's first head appended",
+            "const float* of_head = dt + 2 * kRows * i",
+            "const float* of_head = dt",
+        ),
+        (
+            "dt of the first four tokens appended",
+            "t < window.q; t += 32 / kHeadsOfItem",
+            "t < min(window.q, 4); t += 32 / kHeadsOfItem",
+        ),
+        (
+            "B of the first rows of tokens appended",
+            "for (int t = spread.row; t < request.window.q; t += spread.rows)",
+            "for (int t = spread.row; t < min(request.window.q, spread.rows); t += spread.rows)",
+        ),
+        (
             "dead dt folded",
             "live = (row < window.live) | new_row",
             "live = (row < first_token(window)) | new_row",
@@ -676,6 +690,11 @@ EDITS = {
         ),
     ],
     "precompute.cu": [
+        (
+            "two kernels: only the first group appends B",
+            "if (head != group * params.heads_per_group) return;",
+            "if (head != 0) return;",
+        ),
         (
             "precompute: groups are the first",
             "group = blockIdx.y / blocks_of_group;",

@@ -87,6 +87,16 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
     if (mask >> i & 1) ballot |= unsigned(slots[i][0]) << i;
   return ballot;
 }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+  const emu::Slots slots = emu::meet(mask, "__reduce_add_sync", &value, sizeof value);
+  unsigned sum = 0;
+  for (unsigned i = 0; i < 32; ++i) {
+    unsigned of_lane = 0;
+    if (mask >> i & 1) std::memcpy(&of_lane, slots[i], sizeof of_lane);
+    sum += of_lane;
+  }
+  return sum;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
