@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers.cache_utils import DynamicCache
 
 from .checks import ALIGNMENT, check_int
@@ -72,6 +74,7 @@ class ReplayMamba2Cache(DynamicCache):  # type: ignore[misc]  # Any where it is 
         if not mixers:
             got = type(model).__name__
             raise TypeError(f"model: expected a Mamba-2 model of transformers, got {got}")
+        _check_forward(model)
         for name in {type(mixer).__module__ for mixer in mixers}:
             _teach(name)
         _check_window(max_window, npredicted)
@@ -333,6 +336,16 @@ def _check_window(max_window: int, npredicted: int) -> None:
             raise ValueError(f"{name}: expected 1 to {most}, got {size}")
     if npredicted > max_window:
         raise ValueError(f"npredicted: expected 1 to max_window = {max_window}, got {npredicted}")
+
+
+def _check_forward(model: Any) -> None:
+    """Other versions name the argument otherwise, and some drop what they do not know."""
+    kind = type(getattr(model, "_orig_mod", model))  # of what torch.compile wraps
+    if "cache" not in inspect.signature(kind.forward).parameters:
+        raise TypeError(
+            "model: expected one whose forward takes cache, of transformers 5.24, got "
+            f"{kind.__name__} of transformers {transformers.__version__}"
+        )
 
 
 def _is_mixer(module: Any) -> bool:

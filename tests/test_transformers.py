@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,9 @@ from replayssm_cupy import plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if not hasattr(transformers.cache_utils, "LinearAttentionCacheLayerMixin"):
-    pytest.skip("needs transformers 5.24", allow_module_level=True)
+FORWARD = getattr(getattr(transformers, "Mamba2ForCausalLM", None), "forward", print)
+if "cache" not in inspect.signature(FORWARD).parameters:
+    pytest.skip(f"needs transformers 5.24, not {transformers.__version__}", allow_module_level=True)
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from replayssm_cupy.torch import ReplayMamba2Cache  # noqa: E402  # imports torch
@@ -286,6 +288,16 @@ def test_models_of_other_families():
         ReplayMamba2Cache(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"^model: expected a Mamba-2 model .*, got str$"):
         ReplayMamba2Cache("mamba2")
+
+
+def test_models_of_other_versions(monkeypatch):
+    """A cache that no call takes would leave the model without one, silently."""
+    model = tiny("Mamba2")
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids, **others: None)
+    got = f"got Mamba2ForCausalLM of transformers {transformers.__version__}"
+    message = rf"^model: expected one whose forward takes cache, of transformers 5.24, {got}$"
+    with pytest.raises(TypeError, match=message):
+        ReplayMamba2Cache(model)
 
 
 def test_limits_of_the_window():
