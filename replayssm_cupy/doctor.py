@@ -181,7 +181,7 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 
 def _driver() -> tuple[Status, str, str]:
-    mend = "install an NVIDIA driver: 525 or newer for [cuda12], 580 or newer for [cuda13]"
+    mend = "install an NVIDIA driver: 530 or newer for [cuda12], 580 or newer for [cuda13]"
     cuda = _driver_cuda()
     if cuda is None:
         return "missing", "no NVIDIA driver (libcuda); NumPy arrays run on the CPU", mend

@@ -106,6 +106,6 @@ def _library() -> Any:
         library.cuLaunchKernelEx.restype = ctypes.c_int
     except (OSError, AttributeError) as problem:
         raise ReplaySSMError(
-            f"the NVIDIA driver cannot be used ({problem}): install driver 525 or newer"
+            f"the NVIDIA driver cannot be used ({problem}): install driver 530 or newer"
         ) from problem
     return library

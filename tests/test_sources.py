@@ -489,6 +489,14 @@ def compile_apart():
         yield lambda *arguments: pool.submit(compiler.compile_cubin, *arguments).result()
 
 
+@pytest.mark.parametrize("source", compiler.by_source(every_key()))
+def test_an_instance_of_each_source_compiles(nvrtc, source):
+    """What CI tries the oldest compilers with that the extras take."""
+    key = compiler.by_source(every_key())[source][0]
+    cubin, _ = compiler.compile_cubin([key], "sm_90")
+    assert cubin.startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("arch", compiler.TARGETS)
 def test_every_instance_compiles(nvrtc, compile_apart, arch, part):
