@@ -11,6 +11,7 @@ import pytest
 from replayssm_cupy import ReplaySSMError, compiler, driver, plan
 from replayssm_cupy.arrays import Device
 from replayssm_cupy.keys import AdvanceRingKey
+from replayssm_cupy.schedule import Processor, Step, schedule
 
 # --- The driver ----------------------------------------------------------------------------------
 
@@ -206,3 +207,17 @@ def test_copies_of_a_plan_have_records_of_their_own():
     two = one.copy()
     two.record.batch = 8
     assert (one.record.batch, two.ready, two.pdl, two.grid) == (3, None, True, one.grid)
+
+
+# --- How a step is spread over a GPU --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads"), [(128, 1, 2), (160, 1, 4), (192, 1, 2), (256, 1, 4), (128, 4, 4)]
+)
+def test_items_of_codes(batch, tokens, heads):
+    """Two heads or four, as was faster on an H200: rounds of the warps, and what each costs."""
+    step = Step(batch, 64, 8, 64, tokens, 16, 16 + tokens, False)
+    h200 = Processor(132, 227 << 10)
+    launch = schedule("float8_e4m3fn", "bfloat16", 128, step, h200)
+    assert launch.fields["heads_of_item"] == heads
