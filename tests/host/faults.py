@@ -1138,11 +1138,6 @@ EDITS = {
             "weights.coefficient + 2 * (i >> 1);",
             "weights.coefficient;",
         ),
-        (
-            "a fold weighs rows 8 to 15 as 0 to 7",
-            "from[8 * (i >> 1) + 2 * lane.t",
-            "from[2 * lane.t",
-        ),
     ],
     "materialize.cu": [
         (
