@@ -13,7 +13,8 @@
 // padded row but `out`.
 //
 // A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
-// scratch, so a warp asks for them like for rows, and of B for old rows that are folded.
+// scratch, so a warp asks for them like for rows, and of B for old rows that are folded. The new
+// rows of B and dt are written by then.
 #include "copied.cuh"
 #include "prepare.cuh"
 #include "requests.cuh"
@@ -452,7 +453,7 @@ struct Worker {
   // The lane's piece of x in the ring's row for token t of a head.
   __device__ __forceinline__ Act* appended_x(int t, unsigned of_head) const {
     return x_ring<Act>(params, request.slot, of_head) + 8 * spread_x.piece +
-           row_offset(new_row(params, request.window, t), params.x_cache_row_stride);
+           row_offset(request.window.new_row(t, params.ring_buffer_len), params.x_cache_row_stride);
   }
 
   // Writes x of the head's new rows.

@@ -21,13 +21,6 @@ __device__ __forceinline__ int first_token(const Window& window) {
   return window.flush ? kRows : window.live;
 }
 
-// The row of a ring for token t.
-__device__ __forceinline__ int new_row(const CheckpointingSsuParams& params, const Window& window,
-                                       int t) {
-  const int first = ring_row(window.start, window.live, params.ring_buffer_len);
-  return ring_row(first, t, params.ring_buffer_len);
-}
-
 // Writes dt of the new rows of some heads.
 __device__ __forceinline__ void append_dt(const CheckpointingSsuParams& params,
                                           const Request& request, int head, int heads,
@@ -38,7 +31,8 @@ __device__ __forceinline__ void append_dt(const CheckpointingSsuParams& params,
   float* ring = dt_ring(params, request.slot, head + i);
   const float* of_head = dt + 2 * kRows * i + first_token(window);
   for (int t = lane.index / kHeadsOfItem; t < window.q; t += 32 / kHeadsOfItem) {
-    ring[row_offset(new_row(params, window, t), params.dt_cache_row_stride)] = of_head[t];
+    ring[row_offset(window.new_row(t, params.ring_buffer_len), params.dt_cache_row_stride)] =
+        of_head[t];
   }
 }
 
@@ -50,7 +44,7 @@ __device__ __forceinline__ void append_B(const CheckpointingSsuParams& params,
                                          const Spread& spread) {
   Act* ring = B_ring<Act>(params, request.slot, group) + 8 * spread.piece;
   for (int t = spread.row; t < request.window.q; t += spread.rows) {
-    const int row = new_row(params, request.window, t);
+    const int row = request.window.new_row(t, params.ring_buffer_len);
     *reinterpret_cast<uint4*>(ring + row_offset(row, params.B_cache_row_stride)) =
         *reinterpret_cast<const uint4*>(tile.B() + tile.place(tile.shape.old_rows + t, spread));
   }

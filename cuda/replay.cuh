@@ -94,6 +94,10 @@ struct Window {
   // Of the product that has the new rows.
   __device__ __forceinline__ int old_rows() const { return flush ? 0 : live; }
   __device__ __forceinline__ int rows() const { return old_rows() + q; }
+  // The ring's row for new token t, behind the live ones.
+  __device__ __forceinline__ int new_row(int t, int ring_buffer_len) const {
+    return ring_row(ring_row(start, live, ring_buffer_len), t, ring_buffer_len);
+  }
 };
 
 // ---- decays -------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
         format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
     )
     for field, value in launch.fields.items():
-        before = getattr(record, field)
+        before = getattr(record, field)  # ctypes would let a name pass that is no field
         setattr(record, field, before | value if field == "flags" else value)
     return _plan_of_launch(launch, record, x.device, options.enable_pdl)
 

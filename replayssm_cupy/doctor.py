@@ -27,6 +27,7 @@ from typing import Any, Literal
 Status = Literal["ok", "missing", "wrong"]
 
 _OLDEST_CUPY = (14, 2)
+_OLDEST_CUDA = (12, 1)  # records over 4 KiB, in drivers from 530 on
 _OLDEST_GPU = (8, 0)
 _HARD = 'pip install "numpy>=2.1.2" ml_dtypes'
 _CPU_PATH = "CPU path"
@@ -187,7 +188,7 @@ def _driver() -> tuple[Status, str, str]:
         return "missing", "no NVIDIA driver (libcuda); NumPy arrays run on the CPU", mend
     number = pathlib.Path("/sys/module/nvidia/version")
     name = number.read_text().strip() if number.is_file() else "NVIDIA driver"
-    status: Status = "ok" if cuda[0] >= 12 else "wrong"
+    status: Status = "ok" if cuda >= _OLDEST_CUDA else "wrong"
     return (status, f"{name}, for CUDA up to {cuda[0]}.{cuda[1]}", "" if status == "ok" else mend)
 
 
@@ -234,7 +235,8 @@ def _install() -> str:
 
 
 def _toolkit() -> str:
-    return f'pip install "cuda-toolkit[nvrtc,cudart]=={_major()}.*"'
+    versions = {12: ">=12.1,<13", 13: "==13.*"}[_major()]  # as the extras have them
+    return f'pip install "cuda-toolkit[nvrtc,cudart]{versions}"'
 
 
 def _wheels() -> dict[str, str]:
@@ -303,6 +305,8 @@ def _nvrtc() -> tuple[Status, str, str]:
     driver = _driver_cuda()
     if driver and major.value > driver[0]:
         return "wrong", f"{found}, but the driver runs CUDA {driver[0]}", _toolkit()
+    if (major.value, minor.value) < _OLDEST_CUDA:
+        return "wrong", f"{found}, expected 12.1 or newer", _toolkit()
     return "ok", found, ""
 
 

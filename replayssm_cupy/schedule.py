@@ -347,10 +347,9 @@ def spread_small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Sp
 
 
 def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    """A block has some rows of one head: warps that read the state, some that weigh rows, and one
-    for the ring.
+    """A block has some rows of one head: its warps read the state, weigh rows or append x.
 
-    A ring with more rows than the latter take goes by its live ones.
+    A ring with more rows than those that weigh take goes by its live ones.
     """
     by_place = step.ring_buffer_len + step.tokens <= STEP_ROWS
     spread = spread_small(key, step, on)

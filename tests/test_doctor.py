@@ -114,7 +114,7 @@ def test_nothing_but_numpy_and_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert checks["CuPy"].mend == 'pip install "replayssm_cupy[cuda12]"'
     for name in ("NVRTC", "CUDA headers"):
         assert checks[name].status == "missing"
-        assert checks[name].mend == 'pip install "cuda-toolkit[nvrtc,cudart]==12.*"'
+        assert checks[name].mend == 'pip install "cuda-toolkit[nvrtc,cudart]>=12.1,<13"'
     assert checks["test compile"].status == "missing"
     assert (checks["torch"].status, checks["jax"].status) == ("missing", "missing")
     assert checks["CPU path"].status == "ok", checks["CPU path"]
@@ -139,6 +139,36 @@ def test_unfit_wheels(
     monkeypatch.setattr(doctor, "_driver_cuda", lambda: driver)
     got, found, mend = doctor._cupy()
     assert got == status and words in found and mend.startswith("pip ")
+
+
+@pytest.mark.parametrize(("cuda", "status"), [((12, 0), "wrong"), ((12, 1), "ok")])
+def test_the_oldest_driver(
+    monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int], status: str
+) -> None:
+    """CUDA 12.0 has no records over 4 KiB."""
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: cuda)
+    got, _, mend = doctor._driver()
+    assert got == status and ("530 or newer" in mend) == (status == "wrong")
+
+
+@pytest.mark.parametrize(("minor", "status"), [(0, "wrong"), (1, "ok")])
+def test_the_oldest_nvrtc(monkeypatch: pytest.MonkeyPatch, minor: int, status: str) -> None:
+    class Library:
+        abs_path = "libnvrtc.so.12"
+
+        def nvrtcVersion(self, major_at: Any, minor_at: Any) -> None:  # noqa: N802
+            major_at._obj.value, minor_at._obj.value = 12, minor
+
+    class Pathfinder:
+        def load_nvidia_dynamic_lib(self, name: str) -> Library:
+            return Library()
+
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: Pathfinder())
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda path: Library())
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: (12, 8))
+    got, found, mend = doctor._nvrtc()
+    assert got == status and f"12.{minor} in libnvrtc.so.12" in found
+    assert mend == ("" if minor else 'pip install "cuda-toolkit[nvrtc,cudart]>=12.1,<13"')
 
 
 def test_every_gpu_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from replayssm_cupy import ReplaySSMError, compiler, driver, plan
 from replayssm_cupy.arrays import Device
-from replayssm_cupy.keys import AdvanceRingKey
-from replayssm_cupy.schedule import Processor, Step, schedule
+from replayssm_cupy.keys import AdvanceRingKey, replay_keys, two_kernel_key
+from replayssm_cupy.schedule import Processor, Step, schedule, typical
 
 # --- The driver ----------------------------------------------------------------------------------
 
@@ -221,3 +221,14 @@ def test_items_of_codes(batch, tokens, heads):
     h200 = Processor(132, 227 << 10)
     launch = schedule("float8_e4m3fn", "bfloat16", 128, step, h200)
     assert launch.fields["heads_of_item"] == heads
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("state", ["float32", "int8", "float16+fp8"])
+def test_what_a_schedule_sets_are_fields(state, tokens):
+    """ctypes takes any name, and the kernel would read what nobody has written."""
+    keys = [*replay_keys(state, "bfloat16", 128, tokens)]
+    keys += [key for key in [two_kernel_key(state, "bfloat16", 128, tokens)] if key is not None]
+    fields = {name for name, _ in plan.CheckpointingSsuParams._fields_}
+    for key in keys:
+        assert {*typical(key, 227 << 10).fields} <= fields
