@@ -156,10 +156,25 @@ struct Worker {
 
   // ---- what it asks for -------------------------------------------------------------------------
 
+  // One of the last items, which all blocks share: some multiprocessors stream faster than others.
+  // Each warp asks until it gets none, which makes the counter 0 again.
+  __device__ __forceinline__ unsigned take_ticket(unsigned shared) const {
+    unsigned* tickets = params.tickets + list.entry(params, 0, listed).slot;
+    const unsigned warps = gridDim.x * (blockDim.x >> 5);
+    return __shfl_sync(kAllLanes, ptx::atomic_count_global(tickets, shared + warps - 1), 0);
+  }
+
   // Takes the block's next item.
   __device__ __forceinline__ void take_item() {
     unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
     const unsigned flushes = listed.x * params.flushes_of_sequence;
+    const unsigned all = flushes + listed.y * params.items_of_sequence;
+    const unsigned shared = min(all, static_cast<unsigned>(params.shared_items));
+    if (shared > 0 && index >= all - shared) index = all - shared + take_ticket(shared);
+    if (index >= all) {
+      next.heads = 0, ahead.heads = -1;
+      return;
+    }
     const bool flush = index < flushes;  // its items have fewer heads
     if (!flush) index -= flushes;
     const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
@@ -172,8 +187,6 @@ struct Worker {
         divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
     const int first = (of_n - group * of_group) * heads;
     if (!flush) n += listed.x;
-    next.heads = 0;
-    if (n >= listed.x + listed.y) return;
     next.entry = &list.entry(params, n, listed);
     next.group = group, next.head = group * params.heads_per_group + first;
     next.heads = min(heads, params.heads_per_group - first);
@@ -493,7 +506,7 @@ struct Worker {
       store_outputs<Act>(params, to, y);
       to += spread_x.rows * params.out_token_stride, y += spread_x.rows * pitch;
     }
-    append_x();
+    if (params.appends_late == 0) append_x();
     stage = 0, ++head, --heads, parity ^= 1;
     out += params.out_head_stride, of_head += weight_shape.words();
     appended += params.x_cache_head_stride;
@@ -547,12 +560,13 @@ __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   const int warp = threadIdx.x >> 5;
   GivenSlot slot = ask_for_slot(params, 0);
   for (int first = 0; first < params.batch; first += params.most_listed) {
-    if (threadIdx.x == 0) list.taken = 0;
+    if (threadIdx.x == 0) list.taken = list.appended = 0;
     if (first > 0) slot = ask_for_slot(params, first);
     Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
         params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
     const int2 listed = list_requests(list, params, first, slot);
     worker.run(listed);
+    if (params.appends_late != 0) append_x_of_all<Act>(list, params, listed);
     __syncthreads();
   }
   if (params.zero_padding) zero_padding(params);

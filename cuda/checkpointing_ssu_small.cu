@@ -33,7 +33,7 @@ __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, in
 // Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but that
 // later reads are faster, so the slot may be one of before.
 template <class State, class Act, int kDstate>
-__device__ __forceinline__ void prefetch(const CheckpointingSsuParams& params) {
+__device__ __noinline__ void prefetch(const CheckpointingSsuParams& params) {
   const int row = batch_row_of_block(params.flags), head = head_of_block(params.flags);
   const int first_row = blockIdx.z * params.rows_of_block;
   unsigned slot = row;
@@ -240,26 +240,30 @@ struct FoldWarp {
 
 constexpr int kMostWarps = 16;  // of a block; twice as many are resident, in blocks of any size
 
-template <class State, class Act, int kDstate, int kTokens>
+// A plain step, see `kPlainFlags`, has an instance of its own.
+template <class State, class Act, int kDstate, int kTokens, bool kPlain = false>
 __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
   if (ptx::kHasDependentLaunch && __builtin_expect((params.flags & kStartsEarly) != 0, 0)) {
     prefetch<State, Act, kDstate>(params);
   }
   ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
   constexpr int kQuads = most_quads<State, kDstate, kTokens>();
-  Block<kTokens> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
+  Block<kTokens, kPlain> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
+  ptx::grid_dependency_launch();
   if (block.has(kPacked)) ptx::aside([&] { block.find_tokens(); });
+  const int task = block.warp - params.state_warps;
   int flush;
-  if (threadIdx.x >= params.threads - 32) {
-    flush = RingWarp<Act, kTokens>(block).run();
-  } else if (block.warp >= params.state_warps) {
-    flush = WeightWarp<Act, kDstate, kTokens>(block).run();
-  } else if (!block.has(kSeveralQuads)) {
-    flush = StateWarp<State, Act, kDstate, kTokens, 1>(block).run();
+  if (__builtin_expect(task < 0, 1)) {
+    if (!block.has(kSeveralQuads)) {
+      flush = StateWarp<State, Act, kDstate, kTokens, kPlain, 1>(block).run();
+    } else {
+      flush = StateWarp<State, Act, kDstate, kTokens, kPlain, kQuads>(block).run();
+    }
+  } else if (task < kWeightWarps) {
+    flush = WeightWarp<Act, kDstate, kTokens, kPlain>(block).run();
   } else {
-    flush = StateWarp<State, Act, kDstate, kTokens, kQuads>(block).run();
+    flush = RingWarp<Act, kTokens, kPlain>(block).run();
   }
   if (flush == 0) return;
   __syncthreads();  // the weights are there, and all have read the checkpoint

@@ -98,14 +98,17 @@ __device__ __forceinline__ void split(float2 v, uint32_t (&terms)[kTerms]) {
   }
 }
 
-// A value as it lies in memory, and what it means: apart, so that no load waits for another.
-__device__ __forceinline__ uint32_t load_bits(const void* array, int64_t index, int type) {
-  if (type == kFloat32) return static_cast<const uint32_t*>(array)[index];
-  return static_cast<const unsigned short*>(array)[index];
+// A value as it lies in memory, and what it means: apart, so that no load waits for another. One of
+// the two words is 0. In a single one a load that is left out would wait for the other.
+struct Bits {
+  uint32_t wide, narrow;
+};
+__device__ __forceinline__ Bits load_bits(const void* value, bool wide, bool narrow) {
+  return {ptx::ld_global_u32_if(wide, value), ptx::ld_global_u16_if(narrow, value)};
 }
-__device__ __forceinline__ float bits_to_float(uint32_t bits, int type) {
-  const float from_bf16 = unpack<bf16>(bits).x, from_fp16 = unpack<fp16>(bits).x;  // no branch
-  return type == kFloat32 ? __uint_as_float(bits) : type == kBfloat16 ? from_bf16 : from_fp16;
+__device__ __forceinline__ float bits_to_float(const Bits& bits, int type) {
+  const float from_bf16 = unpack<bf16>(bits.narrow).x, from_fp16 = unpack<fp16>(bits.narrow).x;
+  return type == kFloat32 ? __uint_as_float(bits.wide) : type == kBfloat16 ? from_bf16 : from_fp16;
 }
 
 constexpr float kLog2e = 1.4426950408889634f;

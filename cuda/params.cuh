@@ -107,6 +107,7 @@ struct CheckpointingSsuParams {
   int64_t state_copy_slot_stride, state_copy_head_stride;
   const int* events;  // (num_slots,) of flushes, for their random bits, or null
   int64_t events_stride;
+  unsigned* tickets;  // (num_slots,) of zeros, which are zeros again behind the step, or null
   float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
   float* cumAdt_vec;  // (batch, nheads, words), likewise
   float* cb_old;      // (batch, nheads, words), likewise
@@ -125,6 +126,9 @@ struct CheckpointingSsuParams {
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;
   int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
+  int shared_items;  // at the end of the list, which go to whichever warp is free; 0 without
+                     // tickets
+  int appends_late;  // 1: x of the one new row goes to the rings behind all items
 };
 
 struct SelectiveStateUpdateParams {

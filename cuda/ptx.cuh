@@ -58,6 +58,26 @@ __device__ __forceinline__ unsigned ld_global_u32(const void* p) {
   return v;
 }
 
+// 0 unless `on`.
+__device__ __forceinline__ unsigned ld_global_u32_if(bool on, const void* p) {
+  unsigned v;
+  asm volatile(
+      "{ .reg .pred on; setp.ne.u32 on, %2, 0; mov.u32 %0, 0; @on ld.global.u32 %0, [%1]; }"
+      : "=r"(v)
+      : "l"(p), "r"(static_cast<unsigned>(on))
+      : "memory");
+  return v;
+}
+__device__ __forceinline__ unsigned ld_global_u16_if(bool on, const void* p) {
+  unsigned v;
+  asm volatile(
+      "{ .reg .pred on; setp.ne.u32 on, %2, 0; mov.u32 %0, 0; @on ld.global.u16 %0, [%1]; }"
+      : "=r"(v)
+      : "l"(p), "r"(static_cast<unsigned>(on))
+      : "memory");
+  return v;
+}
+
 __device__ __forceinline__ unsigned ld_global_u16(const void* p) {
   unsigned v;
   asm volatile("{ .reg .b16 h; ld.global.u16 h, [%1]; cvt.u32.u16 %0, h; }"
@@ -176,6 +196,18 @@ __device__ __forceinline__ int atomic_count_shared(smem_t address) {
       "@p atom.shared.add.u32 %0, [%1], v; }"
       : "+r"(before)
       : "r"(address)
+      : "memory");
+  return before;
+}
+
+// The same of a number in global memory that starts again at 0 behind `last`.
+__device__ __forceinline__ unsigned atomic_count_global(unsigned* address, unsigned last) {
+  unsigned before = 0;
+  asm volatile(
+      "{ .reg .pred p; .reg .u32 v; mov.u32 v, %%laneid; setp.eq.u32 p, v, 0; "
+      "@p atom.global.inc.u32 %0, [%1], %2; }"
+      : "+r"(before)
+      : "l"(address), "r"(last)
       : "memory");
   return before;
 }

@@ -33,9 +33,9 @@ struct SeenPair<bf16> {
   }
 };
 
-template <class State, class Act, int kDstate, int kTokens, int kQuads>
-struct StateWarp : Block<kTokens> {
-  using Base = Block<kTokens>;
+template <class State, class Act, int kDstate, int kTokens, bool kPlain, int kQuads>
+struct StateWarp : Block<kTokens, kPlain> {
+  using Base = Block<kTokens, kPlain>;
   using Base::first_row, Base::request, Base::has;
   using Base::params, Base::shared, Base::warp, Base::head, Base::group;
   using Pieces = RowPieces<State, kDstate>;

@@ -30,7 +30,7 @@ constexpr int kMostWarps = 32;
 // In front of its entries: those that flush from the first on, the others from the last.
 struct alignas(16) RequestList {
   unsigned counts[kMostWarps];  // sequences of a warp: those that flush, others << 16
-  int taken;                    // items of this block
+  int taken, appended;          // items of this block, and parts of what is appended late
 
   __device__ __forceinline__ Entry* entries() { return reinterpret_cast<Entry*>(this + 1); }
 
@@ -110,6 +110,44 @@ __device__ __forceinline__ int2 list_requests(RequestList& list,
     __syncthreads();
   }
   return listed;
+}
+
+// Writes x of the one new row of all listed sequences behind their live ones. A warp without an
+// item takes some heads of a sequence at a time.
+template <class Act>
+__device__ __forceinline__ void append_x_of_all(RequestList& list,
+                                                const CheckpointingSsuParams& params, int2 listed) {
+  constexpr int kHeads = 8, kAtOnce = 2;
+  const Spread spread(threadIdx.x & 31, 32, params.head_dim / 8);
+  const unsigned parts = (params.nheads + kHeads - 1) / kHeads;
+  while (true) {
+    const unsigned part = take(list.appended) * gridDim.x + blockIdx.x, n = part / parts;
+    if (n >= listed.x + listed.y) return;
+    const Request request = unpack_request(list.entry(params, n, listed));
+    if (request.window.q == 0) continue;
+    const int first = (part - n * parts) * kHeads, end = min(first + kHeads, params.nheads);
+    const Act* from = x_of_token<Act>(params, request, 0, 0) + 8 * spread.piece;
+    Act* to =
+        x_ring<Act>(params, request.slot, 0) + 8 * spread.piece +
+        row_offset(request.window.new_row(0, params.ring_buffer_len), params.x_cache_row_stride);
+    for (int head = first + spread.row; head < end; head += kAtOnce * spread.rows) {
+      uint4 x[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int of_piece = head + i * spread.rows;
+        if (of_piece < end) {
+          x[i] = *reinterpret_cast<const uint4*>(from + of_piece * params.x_head_stride);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int of_piece = head + i * spread.rows;
+        if (of_piece < end) {
+          *reinterpret_cast<uint4*>(to + of_piece * params.x_cache_head_stride) = x[i];
+        }
+      }
+    }
+  }
 }
 
 // Outputs of padded rows become zeros: a warp takes whole rows.

@@ -106,50 +106,58 @@ __device__ __forceinline__ float sum_of_row(float (&v)[kCount], int lane) {
   return v[0];
 }
 
+// What a plain step has of the flags that make code of their own, and all of them: to skip code
+// takes time, as jumps and looks at the record do.
+constexpr int kPlainFlags = kHasSlots | kByPlace;
+constexpr int kSettledFlags = kPlainFlags | kSlotsInt64 | kPacked | kGated | kWideOut |
+                              kHalfScalars | kForcedFlushes | kRowsFirst;
+
 // A block of the small form as each of its warps sees it.
-template <int kTokens>
+template <int kTokens, bool kPlain>
 struct Block {
   const CheckpointingSsuParams& params;
   Shared<kTokens>& shared;
   const int flags;
-  int warp;
-  const int lane;
-  const unsigned head, group;
-  const int first_row;  // p of the block
-  int low, high;        // the slot as it is given
-  unsigned sequence;    // whose tokens these are, or their first one in a packed batch
-  Request request;      // slot and window are known late
+  int low, high;  // the slot as it is given
+  int warp, lane;
+  unsigned head, group;
+  int first_row;      // p of the block
+  unsigned sequence;  // whose tokens these are, or their first one in a packed batch
+  Request request;    // slot and window are known late
 
   __device__ __forceinline__ Block(const CheckpointingSsuParams& p, Shared<kTokens>& s)
       : params(p),
         shared(s),
         flags(p.flags),
-        warp(threadIdx.x >> 5),
-        lane(threadIdx.x & 31),
-        head(head_of_block(flags) + ptx::zero_of_lane()),
-        group(group_of(p, head)),
-        first_row(blockIdx.z * p.rows_of_block),
-        low(batch_row_of_block(flags) + ptx::zero_of_lane()),
-        high(0),
-        sequence(low),
-        request{-1, batch_row_of_block(flags), 0, {0, 0, kTokens, false}} {
+        low(batch_row_of_block(flags & order()) + ptx::zero_of_lane()),
+        high(0) {
+    sequence = low;
     if (has(kHasSlots)) {
       const Bytes slot = behind(bytes_of(params.slots), low, params.slots_bytes);
-      if (has(kSlotsInt64)) high = ptx::ld_global_u32(slot + 4);
       low = ptx::ld_global_u32(slot);
+      if (has(kSlotsInt64)) ptx::aside([&] { high = ptx::ld_global_u32(slot + 4); });
     }
     ptx::keep_order();
+    warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    head = head_of_block(flags & order()) + ptx::zero_of_lane(), group = group_of(p, head);
+    first_row = blockIdx.z * p.rows_of_block;
+    request = {-1, batch_row_of_block(flags & order()), 0, {0, 0, kTokens, false}};
   }
 
-  __device__ __forceinline__ bool has(SmallFlag flag) const { return (flags & flag) != 0; }
+  __device__ __forceinline__ bool has(SmallFlag flag) const {
+    if (kPlain && (flag & kSettledFlags) != 0) return (flag & kPlainFlags) != 0;
+    return (flags & flag) != 0;
+  }
 
-  // Where the sequence's tokens lie in a packed batch. Without any, the warp has nothing to do but
-  // a flush that is forced: it becomes one without rows.
+  static __device__ constexpr int order() { return kPlain ? 0 : kRowsFirst; }
+
+  // Where the sequence's tokens lie in a packed batch. Without any, all warps but the last have
+  // nothing to do but a flush that is forced: they become ones without rows.
   __device__ __forceinline__ void find_tokens() {
     const int first = params.cu_seqlens[request.row], end = params.cu_seqlens[request.row + 1];
     sequence = first;
     request.window.q = min(max(end - first, 0), params.npredicted);
-    if (request.window.q == 0) warp = kNoWarp;
+    if (request.window.q == 0 && threadIdx.x < params.threads - 32) warp = kNoWarp;
   }
   static constexpr int kNoWarp = -65536;  // no row of it is one of the head
 

@@ -21,7 +21,7 @@ constexpr int kHeadsOfItem = 8;  // most heads that are prepared together
 template <int kTokenTiles>
 struct NewDt {
   static constexpr int kCount = kTokenTiles * 8 * kHeadsOfItem / 32;  // of a lane
-  uint32_t raw[kCount];
+  convert::Bits raw[kCount];
 
   __device__ __forceinline__ void load(const CheckpointingSsuParams& params, const Request& request,
                                        int head, int heads, const Lane& lane) {
@@ -29,8 +29,10 @@ struct NewDt {
     for (int n = 0; n < kCount; ++n) {
       const int i = 32 * n + lane.index, t = i / kHeadsOfItem, h = i % kHeadsOfItem;
       if (t >= request.window.q || h >= heads) continue;
+      const bool wide = params.dt_type == kFloat32;
       const int64_t index = dt_of_token(params, request, head + h, t);
-      raw[n] = convert::load_bits(params.dt, index, params.dt_type);
+      raw[n] = convert::load_bits(
+          static_cast<const unsigned char*>(params.dt) + (index << (wide ? 2 : 1)), wide, !wide);
     }
   }
 
@@ -52,16 +54,17 @@ struct NewDt {
 // A, D and dt_bias of heads: 8 lanes each, a value a lane. Which array a lane reads, and how, is
 // kept: it would be chosen anew for each item.
 struct HeadConstants {
-  const unsigned char* array;  // null: zeros
-  int64_t stride;              // in bytes
-  int type;
-  uint32_t raw;  // loaded long before it is used
+  const unsigned char* array;
+  int64_t stride;     // in bytes
+  int type;           // of FloatType, or -1: zeros
+  convert::Bits raw;  // loaded long before it is used
 
   __device__ __forceinline__ HeadConstants(const CheckpointingSsuParams& params, const Lane& lane) {
     const int which = lane.index / kHeadsOfItem;
     const void* of_lane = which == 0 ? params.A : which == 1 ? params.D : params.dt_bias;
     type = which == 0 ? params.A_type : which == 1 ? params.D_type : params.dt_bias_type;
     stride = which == 0 ? params.A_stride : which == 1 ? params.D_stride : params.dt_bias_stride;
+    if (of_lane == nullptr) type = -1, of_lane = params.A;
     type = ptx::opaque(static_cast<unsigned>(type));
     stride *= type == kFloat32 ? 4 : 2;
     array = ptx::computed_now(static_cast<const unsigned char*>(of_lane));
@@ -70,8 +73,7 @@ struct HeadConstants {
   // Of some heads from `head` on.
   __device__ __forceinline__ void load(int head, int heads, const Lane& lane) {
     head += min(lane.index % kHeadsOfItem, heads - 1);
-    raw = 0;
-    if (array != nullptr) raw = convert::load_bits(array + head * stride, 0, type);
+    raw = convert::load_bits(array + head * stride, type == kFloat32, type > kFloat32);
   }
   __device__ __forceinline__ float value() const { return convert::bits_to_float(raw, type); }
 };

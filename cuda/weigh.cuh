@@ -10,9 +10,9 @@ namespace replay {
 constexpr int kRowsOfWeightWarp = 8;
 constexpr int kWeightWarps = kStepRows / kRowsOfWeightWarp;
 
-template <class Act, int kDstate, int kTokens>
-struct WeightWarp : Block<kTokens> {
-  using Base = Block<kTokens>;
+template <class Act, int kDstate, int kTokens, bool kPlain>
+struct WeightWarp : Block<kTokens, kPlain> {
+  using Base = Block<kTokens, kPlain>;
   using Base::first_row, Base::request, Base::token, Base::has;
   using Base::params, Base::shared, Base::warp, Base::lane, Base::head, Base::group;
   static constexpr int kPieces = kDstate * sizeof(Act) / 64;  // of four lanes, 16 bytes each
@@ -38,7 +38,7 @@ struct WeightWarp : Block<kTokens> {
   // stands for.
   struct Inputs {
     uint4 B[kPieces], C[kPieces];
-    uint32_t scalar;
+    convert::Bits scalar;
     float dt;
     int start, live;
   };
@@ -52,14 +52,11 @@ struct WeightWarp : Block<kTokens> {
       from = behind(from, Base::sequence, params.dt_sequence_bytes);
       if (kTokens > 1) from = behind(from, token(token_of_lane()), params.dt_token_bytes);
     }
-    in.scalar = 0;
-    if (of_type & kWideDt) in.scalar = ptx::ld_global_u32(from);
-    if (of_type & kNarrowDt) in.scalar = ptx::ld_global_u16(from);
+    in.scalar = convert::load_bits(from, (of_type & kWideDt) != 0, (of_type & kNarrowDt) != 0);
   }
   // As a number; it is that of all lanes with this t.
   __device__ __forceinline__ float scalar_of_lane(const Inputs& in) const {
-    const bool wide = (Base::flags >> t() & kWideDt) != 0;
-    float v = __uint_as_float(wide ? in.scalar : in.scalar << 16);
+    float v = __uint_as_float(in.scalar.wide | in.scalar.narrow << 16);
     if (has(kHalfScalars)) {
       ptx::aside(
           [&] { v = convert::bits_to_float(in.scalar, field_behind(params.dt_type, 4 * t())); });
@@ -130,16 +127,19 @@ struct WeightWarp : Block<kTokens> {
     return min(j, j + params.ring_buffer_len);
   }
 
-  // The sum of dt of the live rows from row j = `lane` on.
-  __device__ __forceinline__ float sums_from(const Inputs& in) const {
-    const unsigned place = lane + (has(kByPlace) ? request.window.start : 0);
-    const float dt = __shfl_sync(kAllLanes, in.dt, min(place, place - params.ring_buffer_len));
-    float sum = lane < request.window.live ? dt : 0.0f;
+  // The sum of dt of the live rows behind row j. Four lanes with the same row add every fourth.
+  __device__ __forceinline__ float sum_behind(const Inputs& in, int j) const {
+    constexpr int kLanes = 4, kStep = kTokens == 1 ? 8 : 4, kNextStep = 16;
+    const int first = ((lane & kStep) != 0) + 2 * ((lane & kNextStep) != 0);
+    float sum = 0.0f;
 #pragma unroll
-    for (int step = 1; step < kRows; step *= 2) {
-      sum += __shfl_down_sync(kAllLanes, sum, step);  // no row lies behind the sixteenth
+    for (int i = first, k = 0; k < kRows / kLanes; i += kLanes, ++k) {
+      const unsigned place = i + (has(kByPlace) ? request.window.start : 0);
+      const float dt = __shfl_sync(kAllLanes, in.dt, min(place, place - params.ring_buffer_len));
+      if (i > j && i < request.window.live) sum += dt;
     }
-    return sum;
+    sum += __shfl_xor_sync(kAllLanes, sum, kStep);
+    return sum + __shfl_xor_sync(kAllLanes, sum, kNextStep);
   }
 
   // C_t . B_r of the lane's token and row, in four parts. An operand of C is two words, of which
@@ -178,7 +178,7 @@ struct WeightWarp : Block<kTokens> {
                                              const float (&new_dt)[kTokens], float A, float D) {
     const int t = token_of_lane(), r = rows + 2 * this->t() + second_row();
     const int own = Base::token_of_row(r), j = own < 0 ? live_row(r) : -1;
-    const float behind = __shfl_sync(kAllLanes, sums_from(in), j + 1);
+    const float behind = sum_behind(in, j);
     const float of_row = __shfl_sync(kAllLanes, in.dt, r);
     const float a = A * kLog2e;
     const float decay =
@@ -248,9 +248,9 @@ struct WeightWarp : Block<kTokens> {
 
 // The last warp of a block: x of the new rows of the ring, and what the old ones weigh in a fold,
 // if there is one.
-template <class Act, int kTokens>
-struct RingWarp : Block<kTokens> {
-  using Base = Block<kTokens>;
+template <class Act, int kTokens, bool kPlain>
+struct RingWarp : Block<kTokens, kPlain> {
+  using Base = Block<kTokens, kPlain>;
   using Base::first_row, Base::request;
   using Base::params, Base::shared, Base::lane, Base::head;
 

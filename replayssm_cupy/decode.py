@@ -186,7 +186,7 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     step = Step(
         record.batch, record.nheads, record.heads_per_group, record.head_dim, record.npredicted,
         max_window, record.ring_buffer_len, v["z"] is not None, options.algorithm, words_of(v),
-        fill_small(record, v),
+        v.get("tickets") is not None, fill_small(record, v), record.flags,
     )  # fmt: skip
     launch = schedule(
         format_of(state, v.get("state_copy")), x.dtype, dstate, step, processor(x.device)
@@ -286,6 +286,7 @@ def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None
         reference.selective_state_update_cpu(storage, **arrays)
         return
     check_host_arrays(arrays, options, max_window)
+    arrays.pop("tickets", None)
     if folds is not None:
         check_and_stamp_on_host(folds, arrays, options.pad_slot_id, max_window)
     prev = arrays.pop("prev_num_accepted_tokens")

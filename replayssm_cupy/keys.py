@@ -98,6 +98,16 @@ class SmallCheckpointingSsuKey(CheckpointingSsuKey):
 
 
 @dataclass(frozen=True, slots=True)
+class PlainCheckpointingSsuKey(SmallCheckpointingSsuKey):
+    """That of one token whose step has nothing rare: see `kPlainFlags` in cuda/small.cuh."""
+
+    @property
+    def name_expression(self) -> str:
+        types = f"{_CPP[self.state_dtype]}, {_CPP[self.activation_dtype]}"
+        return f"{self.kernel}<{types}, {self.dstate}, {self.token_tiles}, true>"
+
+
+@dataclass(frozen=True, slots=True)
 class SlabCheckpointingSsuKey(CheckpointingSsuKey):
     """The step for few heads and several tokens, or on a state that has a copy."""
 
@@ -165,6 +175,21 @@ def replay_keys(
     else:
         small = SmallCheckpointingSsuKey(*case[:3], max(tokens, 1))
     return [CheckpointingSsuKey(*case), small] if streams else [small]
+
+
+def step_keys(
+    state_dtype: str, activation_dtype: str, dstate: int, tokens: int
+) -> list[CheckpointingSsuKey]:
+    """All instances that a step of so many tokens may be, in one kernel."""
+    keys = replay_keys(state_dtype, activation_dtype, dstate, tokens)
+    plain = [plain_key(key) for key in keys if isinstance(key, SmallCheckpointingSsuKey)]
+    return [*keys, *(key for key in plain if key is not None)]
+
+
+def plain_key(key: SmallCheckpointingSsuKey) -> PlainCheckpointingSsuKey | None:
+    """The instance for plain steps, if this one is for steps of one token."""
+    case = key.state_dtype, key.activation_dtype, key.dstate, key.token_tiles
+    return PlainCheckpointingSsuKey(*case) if key.token_tiles == 1 else None
 
 
 def two_kernel_key(
@@ -335,7 +360,7 @@ def every_key() -> Iterator[Key]:
     forms: dict[Key, None] = {}
     firsts: dict[Key, None] = {}
     for case in itertools.product(STATE_FORMATS, ACTIVATION_DTYPES, DSTATES, TOKENS_OF_FORMS):
-        forms |= dict.fromkeys(replay_keys(*case))
+        forms |= dict.fromkeys(step_keys(*case))
         if second := two_kernel_key(*case):
             forms[second] = firsts[precompute_key(second)] = None
     yield from forms

@@ -279,6 +279,8 @@ class LayerStack(StackArrays):
         for name, array in arrays.items():
             views[name] = view(array, name) if name in _REQUIRED else optional_view(array, name)
         views["rand_seed"] = optional_view(self.rand_seed, "rand_seed")
+        if self._tickets is not None:
+            views["tickets"] = self._tickets.of_layer(options.layer)
         tokens = views["x"]
         assert tokens is not None
         q = tokens.shape[1] if len(tokens.shape) == 4 else 1

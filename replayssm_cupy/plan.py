@@ -110,7 +110,7 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(ctypes.c_int32, "philox_rounds layer"),
         *_array("state_copy", "slot head"),
         *_array("events", ""),
-        *_fields(ctypes.c_void_p, "cb_scaled cumAdt_vec cb_old"),
+        *_fields(ctypes.c_void_p, "tickets cb_scaled cumAdt_vec cb_old"),
         *_fields(
             ctypes.c_int64,
             """inverse_items_of_sequence inverse_items_of_group
@@ -122,7 +122,8 @@ class CheckpointingSsuParams(ctypes.Structure):
             heads_of_flush flushes_of_sequence flushes_of_group inverse_pieces
             nheads batch most_listed bytes_of_list bytes_of_share
             at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
-            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words""",
+            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words
+            shared_items appends_late""",
         ),
     ]
 

@@ -23,6 +23,7 @@ from .keys import (
     SlabCheckpointingSsuKey,
     SmallCheckpointingSsuKey,
     bytes_of_slab,
+    plain_key,
     precompute_key,
     replay_keys,
     two_kernel_key,
@@ -33,6 +34,7 @@ STAGES = 2  # of slabs, on their way or in use
 LIST_HEADER, ENTRY = 144, 16  # of `RequestList` in cuda/requests.cuh, in bytes
 MAX_RING_ROWS = 1 << 16  # that a list entry's cursor has bits for
 MOST_LISTED = 512  # sequences that a block works on at a time
+SHARED_ITEMS = 12  # of a block's, taken by whichever block is free
 PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 # algorithm="auto" takes two kernels from this many heads a multiprocessor on, by the state's format
 # and tiles of tokens; where there is no bound, one, which was faster wherever it was measured.
@@ -65,6 +67,14 @@ class SmallFlag(IntFlag):
     ROWS_FIRST = 524288
 
 
+# What a plain step of the small form has of the flags that make code of their own, and all of them.
+PLAIN_FLAGS = SmallFlag.HAS_SLOTS | SmallFlag.BY_PLACE
+SETTLED_FLAGS = (
+    PLAIN_FLAGS | SmallFlag.SLOTS_INT64 | SmallFlag.PACKED | SmallFlag.GATED | SmallFlag.WIDE_OUT
+    | SmallFlag.HALF_SCALARS | SmallFlag.FORCED_FLUSHES | SmallFlag.ROWS_FIRST
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Processor:
     """What a launch may take: multiprocessors, and bytes of shared memory a block."""
@@ -87,7 +97,9 @@ class Step:
     gated: bool
     algorithm: str = "monolith"
     scratch: tuple[int, int, int] | None = None  # words a head, in the order of `SCRATCH`
+    tickets: bool = False  # zeros for items that all blocks share
     not_small: str | None = None  # what keeps the small form from running
+    flags: int = 0  # for the small form, of what the call has
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +289,29 @@ def _stream_of(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -
         "inverse_flushes_of_group": inverse(flushes),
         "inverse_pieces": -(-(1 << 16) // (step.head_dim // 8)),
     }
+    share |= _shared_items(key, step, blocks, groups * items)
     launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
     if not isinstance(key, PreparedCheckpointingSsuKey):
         return launch
     if step.scratch is not None:
         launch.fields.update(zip(SCRATCH_WORDS, step.scratch, strict=True))
     return replace(launch, before=_precompute(precompute_key(key), step))
+
+
+def _shared_items(
+    key: CheckpointingSsuKey, step: Step, blocks: int, items_of_sequence: int
+) -> dict[str, int]:
+    """The last items of a step with one list, if its blocks have more than twice as many.
+
+    Their warps end together then, and those of wide states write x of one token behind all items:
+    in between, writes cost more.
+    """
+    shared = SHARED_ITEMS * blocks
+    many = step.batch * items_of_sequence > 2 * shared and step.batch <= MOST_LISTED
+    if not (step.tickets and many):
+        return {"shared_items": 0, "appends_late": 0}
+    late = step.tokens == 1 and key.state_dtype == "float32"
+    return {"shared_items": shared, "appends_late": int(late)}
 
 
 def _split(heads_per_group: int, most: int) -> tuple[int, int]:
@@ -366,6 +395,9 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
     }
     grid, order = _grid_of_heads(step, -(-step.head_dim // spread.rows))
     fields["flags"] |= order
+    plain = (step.flags | fields["flags"]) & SETTLED_FLAGS == PLAIN_FLAGS
+    if plain and (spread.quads == 1 or key.state_dtype == "float32"):  # else it was not faster
+        key = plain_key(key) or key
     return Schedule(key, grid, fields["threads"], _shared_bytes(key.token_tiles), fields)
 
 

@@ -45,7 +45,7 @@ from .keys import (
     ResetSlotsKey,
     SelectiveStateUpdateKey,
     precompute_key,
-    replay_keys,
+    step_keys,
     two_kernel_key,
 )
 from .numerics import PHILOX_ROUNDS
@@ -464,7 +464,7 @@ def warm_up(
     two_kernels = check_algorithm(algorithm) == "two-kernel"
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
     for tokens in (least for least in TOKENS_OF_FORMS if least <= npredicted):
-        keys += replay_keys(state, activation, dstate, tokens)
+        keys += step_keys(state, activation, dstate, tokens)
         second = two_kernel_key(state, activation, dstate, tokens)
         if two_kernels and second is not None:
             keys += [precompute_key(second), second]

@@ -45,6 +45,7 @@ from .keys import (
 )
 from .plan import launchers
 from .snapshots import Snapshots
+from .tickets import Tickets
 
 _Stack = TypeVar("_Stack", bound="StackArrays")
 
@@ -54,6 +55,7 @@ class StackArrays:
     scales, rings, cursors and the seed."""
 
     _folds: Folds | None = None  # of checked mode, once it was used
+    _tickets: Tickets | None = None  # of kernels
 
     def __init__(
         self,
@@ -290,6 +292,10 @@ class StackArrays:
         layers = len(states)
         if self._folds is not None and not self._folds.fits(first["state"], layers):
             self._folds = None  # else kept: a captured graph may write there
+        if self._tickets is not None and not self._tickets.fit(first["state"], layers):
+            self._tickets = None  # likewise
+        if self._tickets is None and self.device.kind in launchers:
+            self._tickets = Tickets(first["state"], layers)
 
     @property
     def rand_seed(self) -> Any:

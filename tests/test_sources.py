@@ -40,7 +40,8 @@ MAY_IMPORT = {
                     "decode_checks", "errors", "folds", "prefix_plan", "scratch", "slot_files",
                     "slots", "snapshots", "stack_arrays"},
     "stack_arrays": {"arrays", "calls", "checks", "compiler", "decode_checks", "folds", "formats",
-                     "keys", "plan", "snapshots"},
+                     "keys", "plan", "snapshots", "tickets"},
+    "tickets": {"arrays"},
     "vllm_cache": {"arrays", "calls", "checks", "compiler", "decode", "decode_checks", "errors",
                    "formats", "keys", "numerics", "plan", "reference", "slots"},
     "slot_files": {"arrays", "checks", "decode_checks", "errors", "snapshots"},
@@ -120,6 +121,7 @@ LIBRARIES = {
     "snapshots": {"numpy"},
     "speculative": {"numpy"},
     "stack_arrays": {"numpy"},
+    "tickets": {"numpy"},
     "torch": {"torch", "transformers"},
     "torch_ops": {"torch"},
     "vllm_cache": {"numpy"},
@@ -432,6 +434,17 @@ def test_the_small_form_finds_the_ring_behind_the_tokens():
     ):
         distance = getattr(record, of_ring).offset - getattr(record, of_tokens).offset
         assert distance == int(found[1])
+
+
+def test_flags_of_plain_steps_are_those_of_the_kernel():
+    text = (ROOT / "cuda/small.cuh").read_text()
+    flags = {flag.name.title().replace("_", ""): int(flag) for flag in schedule.SmallFlag}
+    for name in ("PlainFlags", "SettledFlags"):
+        found = re.search(rf"constexpr int k{name} = (.*?);", text, flags=re.DOTALL)
+        assert found is not None
+        flags[name] = sum(flags[one] for one in re.findall(r"k(\w+)", found[1]))
+    assert flags["PlainFlags"] == schedule.PLAIN_FLAGS
+    assert flags["SettledFlags"] == schedule.SETTLED_FLAGS
 
 
 def test_what_the_small_form_takes_is_filled_in():

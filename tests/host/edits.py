@@ -241,6 +241,9 @@ EDITS = {
             "first_stay",
         ),
         ("padding listed", "request.slot >= 0 && !flush", "row < end && !flush"),
+        ("late rows of the first token's row", "new_row(0, params", "new_row(1, params"),
+        ("late rows of every eighth head", "min(first + kHeads, params", "min(first + 1, params"),
+        ("late rows of sequences without tokens", "if (request.window.q == 0) continue;", ""),
         (
             "slots of a list's first rows for those behind",
             "    if (next < end) slot = ask_for_slot(params, next);\n",
@@ -382,9 +385,24 @@ EDITS = {
             "next.group = (group + 1) % (params.nheads / params.heads_per_group),",
         ),
         (
-            "last sequence of a list lost",
-            "if (n >= listed.x + listed.y) return;",
-            "if (n + 1 >= listed.x + listed.y) return;",
+            "last item of a list lost",
+            "const unsigned all = flushes +",
+            "const unsigned all = flushes - 1 +",
+        ),
+        ("shared items done by all", "index = all - shared + take_ticket(shared);", ""),
+        ("first shared item lost", "all - shared + take_ticket", "all - shared + 1 + take_ticket"),
+        ("tickets start again too late", "shared + warps - 1)", "shared + warps)"),
+        ("tickets start again too early", "shared + warps - 1)", "shared + warps - 2)"),
+        ("a ticket more for each warp", "next.heads = 0, ahead.heads = -1;", "next.heads = 0;"),
+        (
+            "tickets of the first slot",
+            "params.tickets + list.entry(params, 0, listed).slot",
+            "params.tickets",
+        ),
+        (
+            "late rows forgotten",
+            "if (params.appends_late != 0) append_x_of_all",
+            "if (false) append_x_of_all",
         ),
         (
             "first block's items done by all",
@@ -532,8 +550,8 @@ EDITS = {
         ),
         (
             "list begun anew while others take from it",
-            "worker.run(listed);\n    __syncthreads();",
-            "worker.run(listed);",
+            "(list, params, listed);\n    __syncthreads();",
+            "(list, params, listed);",
         ),
         ("padding always zeroed", "if (params.zero_padding) zero_padding", "zero_padding"),
         ("scratch read before it is there", "folding = kPrepared,", "folding = 0,"),
@@ -697,8 +715,8 @@ EDITS = {
         ("small: group of the next head", "2 * head, static", "2 * head + 2, static"),
         (
             "small: every part is the first",
-            "first_row(blockIdx.z * p.rows_of_block)",
-            "first_row(0)",
+            "first_row = blockIdx.z * p.rows_of_block;",
+            "first_row = 0;",
         ),
         (
             "small: slot upper bound dropped",
@@ -710,7 +728,7 @@ EDITS = {
         ("small: slots read without their stride", "low, params.slots_bytes);", "low, 4);"),
         (
             "small: a sequence without tokens has rows",
-            "if (request.window.q == 0) warp = kNoWarp;",
+            "if (request.window.q == 0 && threadIdx.x < params.threads - 32) warp = kNoWarp;",
             "",
         ),
         ("small: tokens of the batch row", "sequence = first;", ""),
@@ -783,14 +801,19 @@ EDITS = {
         ),
         (
             "small: dt by places",
-            "const unsigned place = lane + (has(kByPlace) ? request.window.start : 0);",
-            "const unsigned place = lane;",
+            "const unsigned place = i + (has(kByPlace) ? request.window.start : 0);",
+            "const unsigned place = i;",
         ),
         ("small: ring's end taken for rows", "min(j, j + params.ring_buffer_len)", "j"),
         ("small: dt behind the ring's end", "min(place, place - params.ring_buffer_len)", "place"),
-        ("small: dt of the row itself", "sums_from(in), j + 1)", "sums_from(in), max(j, 0))"),
-        ("small: dead dt", "lane < request.window.live ? dt : 0.0f", "dt"),
-        ("small: dt of eight rows", "step < kRows; step *= 2", "step < kRows / 2; step *= 2"),
+        ("small: dt of the row itself", "if (i > j &&", "if (i >= j &&"),
+        ("small: dead dt", " && i < request.window.live) sum", ") sum"),
+        ("small: dt of eight rows", "k < kRows / kLanes;", "k < kRows / kLanes / 2;"),
+        (
+            "small: dt of half of the lanes",
+            "return sum + __shfl_xor_sync(",
+            "return sum + 0 * __shfl_xor_sync(",
+        ),
         ("small: dead rows weigh", "own < 0 && j < request.window.live &&", "own < 0 &&"),
         ("small: rows behind the ring weigh", " && r <= params.last_row;", ";"),
         (
@@ -810,7 +833,7 @@ EDITS = {
         ("small: dt of the first token", "token(token_of_lane()), params.dt", "0, params.dt"),
         ("small: dt of the first sequence", "Base::sequence, params.dt_sequence_bytes", "0, 0"),
         ("small: fp16 taken for bf16", "if (has(kHalfScalars)) {", "if (false) {"),
-        ("small: fp32 taken for bf16", "wide ? in.scalar : in.scalar << 16", "in.scalar << 16"),
+        ("small: fp32 taken for bf16", "in.scalar.wide | in.scalar", "in.scalar"),
         ("small: softplus always", "if (has(kSoftplus)) new_dt", "new_dt"),
         (
             "small: the other of two rows",

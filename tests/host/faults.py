@@ -25,6 +25,7 @@ SUITE = (
     "tests/host/test_edges.py",
     "tests/host/test_early.py",
     "tests/host/test_forms.py",
+    "tests/test_tickets.py",
     "tests/test_two_kernels.py",
     "tests/test_kernels.py",
     "tests/test_conversions.py",

@@ -118,6 +118,9 @@ template <class T>
 T atomicAdd(T* address, T value) {
   return emu::atomic(address, [&](T now) { return T(now + value); });
 }
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+  return emu::atomic(address, [&](unsigned now) { return now >= last ? 0 : now + 1; });
+}
 template <class T>
 T atomicMax(T* address, T value) {
   return emu::atomic(address, [&](T now) { return now < value ? value : now; });
