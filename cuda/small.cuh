@@ -149,6 +149,7 @@ struct Block {
     return (flags & flag) != 0;
   }
 
+  // The flag that tells how heads and sequences lie in the grid, unless it is known.
   static __device__ constexpr int order() { return kPlain ? 0 : kRowsFirst; }
 
   // Where the sequence's tokens lie in a packed batch. Without any, all warps but the last have
