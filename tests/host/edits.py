@@ -262,6 +262,12 @@ EDITS = {
     ],
     "step.cuh": [
         (
+            "numbers that are not there are those of A",
+            "type = -1, of_lane = params.A;",
+            "of_lane = params.A;",
+        ),
+        ("dt of 16 bits two apart", "index << (wide ? 2 : 1)", "index << 2"),
+        (
             "old rows of a flush not read out",
             "if (window.flush) {\n    const RowWeights",
             "if (false) {\n    const RowWeights",
