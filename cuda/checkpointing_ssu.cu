@@ -9,8 +9,8 @@
 // alone: it takes an item, which is a sequence and some heads of one group, prepares the weights of
 // its rows, and streams the states of its heads, some slabs of 16 rows p at a time, through shared
 // memory while it computes on those that came before. Writes `out`, the new ring rows, and the
-// checkpoint on flush. Never reads a dead ring row, never writes a live one, touches nothing of a
-// padded row but `out`.
+// checkpoint on flush; counts in one of `tickets`, which is 0 again behind it. Never reads a dead
+// ring row, never writes a live one, touches nothing of a padded row but `out`.
 //
 // A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
 // scratch, so a warp asks for them like for rows, and of B for old rows that are folded. The new

@@ -31,7 +31,8 @@ __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, in
 }
 
 // Asks the L2 for what belongs to the slot. That is safe at any time: nothing comes of it but that
-// later reads are faster, so the slot may be one of before.
+// later reads are faster, so the slot may be one of before. A call: in line, steps that do not
+// start early would jump over it.
 template <class State, class Act, int kDstate>
 __device__ __noinline__ void prefetch(const CheckpointingSsuParams& params) {
   const int row = batch_row_of_block(params.flags), head = head_of_block(params.flags);

@@ -98,8 +98,8 @@ __device__ __forceinline__ void split(float2 v, uint32_t (&terms)[kTerms]) {
   }
 }
 
-// A value as it lies in memory, and what it means: apart, so that no load waits for another. One of
-// the two words is 0. In a single one a load that is left out would wait for the other.
+// A value as it lies in memory, and what it means: apart, so that no load waits for another. A word
+// that is not loaded is 0. In a single one a load that is left out would wait for the other.
 struct Bits {
   uint32_t wide, narrow;
 };

@@ -1,4 +1,5 @@
-// The sequences of a batch as a block lists them, and the outputs of padding.
+// The sequences of a batch as a block lists them, and what is done behind all items: late rows of
+// x, and the outputs of padding.
 #pragma once
 #include "rows.cuh"
 

@@ -117,6 +117,8 @@ template <int kTokens, bool kPlain>
 struct Block {
   const CheckpointingSsuParams& params;
   Shared<kTokens>& shared;
+  // The flag that tells how heads and sequences lie in the grid, unless that is known.
+  static constexpr int kOrder = kPlain ? 0 : kRowsFirst;
   const int flags;
   int low, high;  // the slot as it is given
   int warp, lane;
@@ -129,7 +131,7 @@ struct Block {
       : params(p),
         shared(s),
         flags(p.flags),
-        low(batch_row_of_block(flags & order()) + ptx::zero_of_lane()),
+        low(batch_row_of_block(flags & kOrder) + ptx::zero_of_lane()),
         high(0) {
     sequence = low;
     if (has(kHasSlots)) {
@@ -139,18 +141,15 @@ struct Block {
     }
     ptx::keep_order();
     warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    head = head_of_block(flags & order()) + ptx::zero_of_lane(), group = group_of(p, head);
+    head = head_of_block(flags & kOrder) + ptx::zero_of_lane(), group = group_of(p, head);
     first_row = blockIdx.z * p.rows_of_block;
-    request = {-1, batch_row_of_block(flags & order()), 0, {0, 0, kTokens, false}};
+    request = {-1, batch_row_of_block(flags & kOrder), 0, {0, 0, kTokens, false}};
   }
 
   __device__ __forceinline__ bool has(SmallFlag flag) const {
     if (kPlain && (flag & kSettledFlags) != 0) return (flag & kPlainFlags) != 0;
     return (flags & flag) != 0;
   }
-
-  // The flag that tells how heads and sequences lie in the grid, unless it is known.
-  static __device__ constexpr int order() { return kPlain ? 0 : kRowsFirst; }
 
   // Where the sequence's tokens lie in a packed batch. Without any, all warps but the last have
   // nothing to do but a flush that is forced: they become ones without rows.

@@ -214,7 +214,7 @@ def from_numpy(array: np.ndarray[Any, Any], like: View) -> Any:
     if like.device.kind == "cpu":
         return array.copy()
     with device_guard(like.device):
-        return _cupy().asarray(array)
+        return _cupy().asarray(array, blocking=True)
 
 
 def to_framework(array: Any, like: View) -> Any:

@@ -266,7 +266,9 @@ def _index_type(array: View | None) -> int:
 
 def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None) -> None:
     arrays: dict[str, Any] = {
-        name: None if a is None else as_numpy(a) for name, a in v.items() if name not in SCRATCH
+        name: None if a is None else as_numpy(a)
+        for name, a in v.items()
+        if name not in (*SCRATCH, "tickets")
     }
     storage = reference.Storage(
         arrays.pop("state"),
@@ -286,7 +288,6 @@ def _run_on_host(v: Views, options: Options, max_window: int, folds: View | None
         reference.selective_state_update_cpu(storage, **arrays)
         return
     check_host_arrays(arrays, options, max_window)
-    arrays.pop("tickets", None)
     if folds is not None:
         check_and_stamp_on_host(folds, arrays, options.pad_slot_id, max_window)
     prev = arrays.pop("prev_num_accepted_tokens")

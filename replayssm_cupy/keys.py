@@ -183,13 +183,13 @@ def step_keys(
     """All instances that a step of so many tokens may be, in one kernel."""
     keys = replay_keys(state_dtype, activation_dtype, dstate, tokens)
     plain = [plain_key(key) for key in keys if isinstance(key, SmallCheckpointingSsuKey)]
-    return [*keys, *(key for key in plain if key is not None)]
+    return list(dict.fromkeys([*keys, *plain]))
 
 
-def plain_key(key: SmallCheckpointingSsuKey) -> PlainCheckpointingSsuKey | None:
-    """The instance for plain steps, if this one is for steps of one token."""
+def plain_key(key: SmallCheckpointingSsuKey) -> SmallCheckpointingSsuKey:
+    """The instance for plain steps; that of two tokens is the same."""
     case = key.state_dtype, key.activation_dtype, key.dstate, key.token_tiles
-    return PlainCheckpointingSsuKey(*case) if key.token_tiles == 1 else None
+    return PlainCheckpointingSsuKey(*case) if key.token_tiles == 1 else key
 
 
 def two_kernel_key(

@@ -303,8 +303,8 @@ def _shared_items(
 ) -> dict[str, int]:
     """The last items of a step with one list, if its blocks have more than twice as many.
 
-    Their warps end together then, and those of wide states write x of one token behind all items:
-    in between, writes cost more.
+    Their warps end together then. Those of float32 states write x of one token behind all items: in
+    between, writes cost more.
     """
     shared = SHARED_ITEMS * blocks
     many = step.batch * items_of_sequence > 2 * shared and step.batch <= MOST_LISTED
@@ -397,7 +397,7 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
     fields["flags"] |= order
     plain = (step.flags | fields["flags"]) & SETTLED_FLAGS == PLAIN_FLAGS
     if plain and (spread.quads == 1 or key.state_dtype == "float32"):  # else it was not faster
-        key = plain_key(key) or key
+        key = plain_key(key)
     return Schedule(key, grid, fields["threads"], _shared_bytes(key.token_tiles), fields)
 
 

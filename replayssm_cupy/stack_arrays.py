@@ -292,10 +292,9 @@ class StackArrays:
         layers = len(states)
         if self._folds is not None and not self._folds.fits(first["state"], layers):
             self._folds = None  # else kept: a captured graph may write there
-        if self._tickets is not None and not self._tickets.fit(first["state"], layers):
-            self._tickets = None  # likewise
-        if self._tickets is None and self.device.kind in launchers:
-            self._tickets = Tickets(first["state"], layers)
+        if self._tickets is None or not self._tickets.fits(first["state"], layers):  # else likewise
+            kernels = self.device.kind in launchers
+            self._tickets = Tickets(first["state"], layers) if kernels else None
 
     @property
     def rand_seed(self) -> Any:

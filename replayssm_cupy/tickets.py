@@ -23,7 +23,7 @@ class Tickets:
         self._array = from_numpy(np.zeros((layers, pitch), np.int32), state)
         self._counters = view(self._array, "tickets")
 
-    def fit(self, state: View, layers: int) -> bool:
+    def fits(self, state: View, layers: int) -> bool:
         """Whether there are as many as these layers have slots, on the same device."""
         there = self._counters.shape[0], self._slots, self._counters.device
         return there == (layers, state.shape[0], state.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -515,3 +516,21 @@ def test_jax_on_cuda(cupy: Any, jax: Any) -> None:
     assert done.dtype == jax.numpy.bfloat16
     assert done.unsafe_buffer_pointer() == view(out, "out").ptr
     np.testing.assert_array_equal(np.asarray(done), np.asarray(array))
+
+
+def test_a_table_is_there_when_the_host_goes_on(monkeypatch):
+    """Streams that do not follow the one it was copied on may read it."""
+    waited = []
+
+    class CuPy:
+        def asarray(self, array: np.ndarray, blocking: bool = False) -> np.ndarray:
+            waited.append(blocking)
+            return array
+
+    monkeypatch.setattr(arrays, "_cupy", CuPy)
+    monkeypatch.setattr(arrays, "device_guard", lambda device: contextlib.nullcontext())
+    like = view(np.zeros(1, np.float32), "like")._replace(
+        framework="cupy", device=Device("cuda", 0)
+    )
+    arrays.from_numpy(np.zeros(3, np.int32), like)
+    assert waited == [True]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from replayssm_cupy import ReplaySSMError, compiler, driver, plan
 from replayssm_cupy.arrays import Device
-from replayssm_cupy.keys import AdvanceRingKey, replay_keys, two_kernel_key
-from replayssm_cupy.schedule import Processor, Step, schedule, typical
+from replayssm_cupy.keys import (
+    AdvanceRingKey,
+    PlainCheckpointingSsuKey,
+    replay_keys,
+    two_kernel_key,
+)
+from replayssm_cupy.schedule import Processor, SmallFlag, Step, schedule, typical
 
 # --- The driver ----------------------------------------------------------------------------------
 
@@ -232,3 +238,27 @@ def test_what_a_schedule_sets_are_fields(state, tokens):
     fields = {name for name, _ in plan.CheckpointingSsuParams._fields_}
     for key in keys:
         assert {*typical(key, 227 << 10).fields} <= fields
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "batch", "tokens", "flags", "plain"),
+    [
+        ("float32", 1, 1, SmallFlag.HAS_SLOTS, True),
+        ("float32", 8, 1, SmallFlag.HAS_SLOTS, True),
+        ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.WIDE_DT | SmallFlag.SOFTPLUS, True),
+        ("bfloat16", 8, 1, SmallFlag.HAS_SLOTS, False),  # several rows a lane
+        ("bfloat16", 1, 2, SmallFlag.HAS_SLOTS, False),
+        ("bfloat16", 1, 1, 0, False),
+        ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.GATED, False),
+        ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.SLOTS_INT64, False),
+        ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.PACKED, False),
+        ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.FORCED_FLUSHES, False),
+    ],
+)
+def test_plain_steps_have_an_instance(state_dtype, batch, tokens, flags, plain):
+    step = Step(batch, 64, 8, 64, tokens, 16, 16 + tokens, False, flags=int(flags))
+    key = schedule(state_dtype, "bfloat16", 128, step, Processor(132, 227 << 10)).key
+    assert (type(key) is PlainCheckpointingSsuKey) == plain
+    longer = replace(step, ring_buffer_len=40)  # its rows go by what is live
+    key = schedule(state_dtype, "bfloat16", 128, longer, Processor(132, 227 << 10)).key
+    assert type(key) is not PlainCheckpointingSsuKey

@@ -90,12 +90,12 @@ inline uint32_t movmatrix(uint32_t row) {
 inline uint32_t ld_global_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline uint32_t ld_global_u32_if(bool on, const void* p) { return on ? ld_global_u32(p) : 0; }
 inline unsigned ld_global_u16(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline unsigned ld_global_u16_if(bool on, const void* p) { return on ? ld_global_u16(p) : 0; }
 inline uint2 ld_global_v2(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 ld_global_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_u32(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
 inline void st_global_u16(void* p, unsigned v) { *static_cast<unsigned short*>(p) = v; }
 inline void st_global_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-inline unsigned ld_global_u16_if(bool on, const void* p) { return on ? ld_global_u16(p) : 0; }
 inline uint32_t ld_relaxed_gpu_u32(const void* p) { return ld_global_u32(p); }
 // A read, so that AddressSanitizer sees where it goes.
 inline void prefetch_L2(const void* p) { (void)*static_cast<const volatile unsigned char*>(p); }
