@@ -51,6 +51,7 @@ class Ours:
             max_window=shape.window, npredicted=tokens, state_dtype=case.dtype, device="cuda",
         )  # fmt: skip
 
+        stack.warm_up()
         # Drawn once and repeated, because a row may need 100 million numbers.
         noise = cupy.asarray(rng.standard_normal(NOISE, np.float32))
 

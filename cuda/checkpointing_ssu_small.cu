@@ -4,15 +4,17 @@
 // Grid: one block per head (x), batch row (y) and part of the head (z); with more rows than y
 // takes, rows along x and heads along y. Warps have one of three tasks. State warps ask for rows p
 // of the checkpoint, and for x of the ring, as soon as the slot is known, and sum S C_t, eight
-// lanes a row. Three weight warps ask for rows of B meanwhile, and compute what each row weighs in
-// each output; the last of them appends B and dt of the new rows. Then the state warps add the rows
-// up. One more warp appends x and, where the sequence flushes, weighs the old rows for the fold.
+// lanes a row. Three product warps ask for rows of B and multiply them with C; the last one appends
+// B of the new rows. The decay warp finds what else the rows weigh, and appends x and dt. Then the
+// state warps add the rows up.
 // Ring rows go by their places in the ring, so that no load waits for the cursors. Dead rows come
 // along and are never used.
 // Outputs come from the checkpoint as it was and from all rows, so a flush only adds work: at the
-// end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time.
-// Time is instructions here, before the loads above all. So what every step has is straight, what
-// few have stands aside, and addresses are made of strides in bytes, one instruction each.
+// end all warps fold the old rows into the checkpoint, a piece of a slab of 16 rows at a time. The
+// warps that have these rows hand them over in shared memory.
+// Time is latency: of the first look at the record, of the slot, of memory. So what the slot leads
+// to is asked for before all else, what every step has is straight, what few have stands aside, and
+// addresses are made of strides in bytes, one instruction each.
 #include "flush.cuh"
 #include "read_out.cuh"
 #include "weigh.cuh"
@@ -34,14 +36,9 @@ __device__ __forceinline__ void prefetch_rows(const T* first, int64_t stride, in
 // later reads are faster, so the slot may be one of before. A call: in line, steps that do not
 // start early would jump over it.
 template <class State, class Act, int kDstate>
-__device__ __noinline__ void prefetch(const CheckpointingSsuParams& params) {
-  const int row = batch_row_of_block(params.flags), head = head_of_block(params.flags);
+__device__ __noinline__ void prefetch(const CheckpointingSsuParams& params, unsigned slot) {
+  const int head = head_of_block(params.flags);
   const int first_row = blockIdx.z * params.rows_of_block;
-  unsigned slot = row;
-  if (params.slots != nullptr) {
-    const int64_t place = row * params.slots_stride * (params.slots_type == kInt64 ? 8 : 4);
-    slot = ptx::ld_relaxed_gpu_u32(static_cast<const char*>(params.slots) + place);
-  }
   if (slot >= static_cast<unsigned>(params.num_slots)) return;
   const unsigned group = group_of(params, head);
   const int rows = params.ring_buffer_len;
@@ -74,20 +71,11 @@ struct FoldWarp {
   Shared<kTokens>& shared;
   const Lane at;
   const int warps, warp;
-  // In the first slab, where the lane's part of row g is, its scale, and the same element of four
-  // old rows of x: 2 t and 2 t + 1, and those 8 behind.
-  Bytes state, scale, x[4];
-  // B of the old rows as operands of the piece that they were loaded for, see `prepare_B`.
-  uint32_t b[2][Piece::kPairs];
-
-  // Old row j of a ring of the sequence, behind its first byte of `index`.
-  __device__ __forceinline__ Bytes old_row(int j, Bytes ring, int slot_bytes, unsigned index,
-                                           int index_bytes, int row_bytes) const {
-    const Window window = {shared.start, shared.live, 0, true};
-    const RowMap map = {window.start, params.ring_buffer_len};
-    const Bytes first = behind(behind(ring, index, index_bytes), shared.slot, slot_bytes);
-    return behind(first, map.old_row(window, j), row_bytes);
-  }
+  // In the first slab, where the lane's part of row g is, and its scale.
+  Bytes state, scale;
+  // Rows of x for `ldmatrix`, and the lane's parts of rows g and g + 8 of B.
+  ptx::smem_t x;
+  const unsigned char* B[2];
 
   __device__ __forceinline__ FoldWarp(const CheckpointingSsuParams& p, Shared<kTokens>& s)
       : params(p), shared(s), warps(p.threads / 32), warp(threadIdx.x >> 5) {
@@ -99,23 +87,21 @@ struct FoldWarp {
       scale = behind(bytes_of(params.state_scale), shared.slot, params.state_scale_slot_bytes);
       scale = behind(scale, head, params.state_scale_head_bytes) + 4u * row;
     }
+    const auto& rows = OldRows<kDstate>::behind(shared);
+    const Window window = {shared.start, shared.live, 0, true};
+    const RowMap map = {window.start, params.ring_buffer_len};
+    x = ptx::to_smem(rows.x[map.old_row(window, at.transposed_row())]) + at.transposed_column();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = 2 * at.t + 8 * (i >> 1) + (i & 1);
-      x[i] = old_row(j, bytes_of(params.x_cache), params.x_cache_slot_bytes, head,
-                     params.x_cache_head_bytes, params.x_cache_row_bytes);
-      x[i] += static_cast<unsigned>(row * sizeof(Act));
+    for (int i = 0; i < 2; ++i) {
+      B[i] = rows.B[map.old_row(window, 8 * i + at.g)] + at.t * Piece::kColumns * sizeof(Act);
     }
   }
 
-  __device__ __forceinline__ void load_B(unsigned n) {
-    const unsigned bytes = (4 * n + at.t) * static_cast<unsigned>(Piece::kColumns * sizeof(Act));
+  // B of the old rows as operands of piece n, see `prepare_B`.
+  __device__ __forceinline__ void load_B(uint32_t (&b)[2][Piece::kPairs], unsigned n) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Bytes B = old_row(8 * i + at.g, bytes_of(params.B_cache), params.B_cache_slot_bytes,
-                              group_of(params, shared.head), params.B_cache_group_bytes,
-                              params.B_cache_row_bytes);
-      load_words(b[i], B + bytes);
+      load_words(b[i], B[i] + n * static_cast<unsigned>(4 * Piece::kColumns * sizeof(Act)));
 #pragma unroll
       for (int r = 0; r < Piece::kPairs; ++r) b[i][r] = ptx::movmatrix(b[i][r]);
     }
@@ -130,26 +116,18 @@ struct FoldWarp {
     return reinterpret_cast<float*>(const_cast<unsigned char*>(scale + 4 * kRows * slab));
   }
 
-  // What a piece takes from memory: of rows g and g + 8, and of each old row the x of both.
+  // What a piece takes from memory, of rows g and g + 8.
   struct Asked {
     uint32_t stored[2][4];
-    uint32_t x[4][2];
     float scale[2];
   };
   __device__ __forceinline__ void ask(Asked& in, unsigned slab, unsigned n) const {
     constexpr int kWords = Piece::kBytes / 4;
-    constexpr unsigned kBytesOfHalf = 8 * sizeof(Act);
     const State* from = place_of(slab, n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       load_words<kWords>(reinterpret_cast<uint32_t (&)[kWords]>(in.stored[h]),
                          from + 8 * h * kDstate);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Bytes of_slab = x[i] + 2 * kBytesOfHalf * slab;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) in.x[i][h] = ptx::ld_global_u16(of_slab + kBytesOfHalf * h);
     }
     if constexpr (convert::kScaled<State>) {
 #pragma unroll
@@ -157,19 +135,12 @@ struct FoldWarp {
     }
   }
 
-  // Of pairs q and q + 1. What an fp16 pair is unpacked to would fill registers from slab to slab.
-  __device__ __forceinline__ uint4 operands(int q) const {
-    return make_uint4(ptx::opaque(b[0][q]), ptx::opaque(b[1][q]), ptx::opaque(b[0][q + 1]),
-                      ptx::opaque(b[1][q + 1]));
-  }
-
-  // Folds the old rows into a piece; B is there as its operands.
-  __device__ __forceinline__ void fold(Piece& piece, const Asked& in) const {
-    uint32_t rows_of_x[4];  // as an A operand
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      rows_of_x[i] = in.x[i & 2][i & 1] | in.x[(i & 2) + 1][i & 1] << 16;
-    }
+  // Folds the old rows into piece n of a slab.
+  __device__ __forceinline__ void fold(Piece& piece, const Asked& in, unsigned slab,
+                                       unsigned n) const {
+    uint32_t b[2][Piece::kPairs], rows_of_x[4];
+    load_B(b, n);
+    ptx::ldmatrix_x4_trans(rows_of_x, x + slab * static_cast<unsigned>(kRows * sizeof(Act)));
     const Fold<State> rows =
         prepare_fold<State, Act>(FoldWeights(shared.fold_weights, at), rows_of_x);
     ptx::keep_order();  // what is unpacked early fills registers
@@ -178,43 +149,58 @@ struct FoldWarp {
     const auto words = [&](int h) {
       return make_uint4(in.stored[h][0], in.stored[h][1], in.stored[h][2], in.stored[h][3]);
     };
-    fold_piece<State, Act>(
-        piece.v[0], piece.v[1], words(0), words(1), [&](int q) { return operands(q); }, decay,
-        rows);
+    // Operands of pairs q and q + 1, out of the way of the conversions.
+    const auto operands = [&](int q) {
+      return make_uint4(ptx::opaque(b[0][q]), ptx::opaque(b[1][q]), ptx::opaque(b[0][q + 1]),
+                        ptx::opaque(b[1][q + 1]));
+    };
+    fold_piece<State, Act>(piece.v[0], piece.v[1], words(0), words(1), operands, decay, rows);
   }
 
-  __device__ __forceinline__ void run() {
+  // A warp asks for several pieces before it folds the first one.
+  static constexpr int kAtOnce = 2;
+
+  __device__ __forceinline__ void run() const {
     const int left = params.head_dim - static_cast<int>(blockIdx.z * params.rows_of_block);
     const int pieces = min(params.rows_of_block, left) / kRows * kPieces;
     if constexpr (convert::kScaled<State>) {
-      // Whole slabs, so that a warp has the same piece each time.
-      const int at_once = warps & ~(kPieces - 1), n = warp % kPieces;
+      // Whole slabs, so that all pieces of a row are known at once.
+      const int at_once = warps & ~(kPieces - 1);
       for (int first = 0; first < pieces; first += at_once) {
-        flush_scaled(first + warp, n, warp < at_once ? pieces : 0);
+        flush_scaled(first + warp, warp < at_once ? pieces : 0);
       }
     } else {
-      for (int i = warp; i < pieces; i += warps) {
-        const int slab = i / kPieces, n = i % kPieces;
-        Asked in = {};
-        ask(in, slab, n);
-        if (i == warp || warps % kPieces != 0) load_B(n);
-        Piece piece;
-        fold(piece, in);
-        Target<State, kDstate>{params, place_of(slab, n), nullptr}.put(piece.v, 0);
+      for (int first = warp; first < pieces; first += kAtOnce * warps) {
+        Asked in[kAtOnce] = {};
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int i = first + k * warps;
+          if (i < pieces) ask(in[k], i / kPieces, i % kPieces);
+        }
+        ptx::keep_order();
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int i = first + k * warps;
+          if (i >= pieces) break;
+          Piece piece;
+          fold(piece, in[k], i / kPieces, i % kPieces);
+          Target<State, kDstate>{params, place_of(i / kPieces, i % kPieces), nullptr}.put(piece.v,
+                                                                                          0);
+        }
       }
     }
   }
 
-  // Piece i of the block's slabs, if there is one, which is piece n of its slab: a row is encoded
-  // when all of its pieces are known.
-  __device__ __forceinline__ void flush_scaled(int i, int n, int pieces) {
-    const unsigned slab = static_cast<unsigned>(i) / kPieces, of_block = kRows * slab + at.g;
+  // Piece i of the block's slabs, if there is one: a row is encoded when all of its pieces are
+  // known.
+  __device__ __forceinline__ void flush_scaled(int i, int pieces) const {
+    const unsigned slab = static_cast<unsigned>(i) / kPieces, n = i % kPieces;
+    const unsigned of_block = kRows * slab + at.g;
     Piece piece;
     if (i < pieces) {
       Asked in = {};
       ask(in, slab, n);
-      if (i == warp) load_B(n);
-      fold(piece, in);
+      fold(piece, in, slab, n);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float amax = of_row(largest(piece.v[h]));
@@ -245,12 +231,15 @@ constexpr int kMostWarps = 16;  // of a block; twice as many are resident, in bl
 template <class State, class Act, int kDstate, int kTokens, bool kPlain = false>
 __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     checkpointing_ssu_small(const __grid_constant__ CheckpointingSsuParams params) {
-  if (ptx::kHasDependentLaunch && __builtin_expect((params.flags & kStartsEarly) != 0, 0)) {
-    prefetch<State, Act, kDstate>(params);
-  }
-  ptx::grid_dependency_wait();
   constexpr int kQuads = most_quads<State, kDstate, kTokens>();
-  Block<kTokens, kPlain> block(params, *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem()));
+  Shared<kTokens>& shared = *reinterpret_cast<Shared<kTokens>*>(ptx::dynamic_smem());
+  Block<kTokens, kPlain> block(params, shared);
+  // A step that starts early has looked at the slot for the prefetch only.
+  if (ptx::kHasDependentLaunch && __builtin_expect((params.flags & kStartsEarly) != 0, 0)) {
+    prefetch<State, Act, kDstate>(params, block.low);
+    ptx::grid_dependency_wait();
+    block.ask_for_slot_again();
+  }
   ptx::grid_dependency_launch();
   if (block.has(kPacked)) ptx::aside([&] { block.find_tokens(); });
   const int task = block.warp - params.state_warps;
@@ -261,12 +250,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, kDstate <= 128 ? 2 : 1)
     } else {
       flush = StateWarp<State, Act, kDstate, kTokens, kPlain, kQuads>(block).run();
     }
-  } else if (task < kWeightWarps) {
-    flush = WeightWarp<Act, kDstate, kTokens, kPlain>(block).run();
+  } else if (task < kProductWarps) {
+    flush = ProductWarp<Act, kDstate, kTokens, kPlain>(block).run();
   } else {
-    flush = RingWarp<Act, kTokens, kPlain>(block).run();
+    flush = DecayWarp<Act, kTokens, kPlain>(block).run();
   }
   if (flush == 0) return;
+  if (block.has(kPacked) && block.request.window.q == 0) {
+    ptx::aside([&] { block.template copy_old_rows<kDstate>(); });
+  }
   __syncthreads();  // the weights are there, and all have read the checkpoint
   FoldWarp<State, Act, kDstate, kTokens>(params, block.shared).run();
 }

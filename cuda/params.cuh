@@ -34,101 +34,114 @@ enum SmallFlag : int {
   kRowsFirst = 524288,  // blocks of the batch along x, where they are too many along y
 };
 
-// First what the small form takes, in the order in which it needs it: each 64 bytes that are not in
-// the constant cache yet are waited for. Its strides are bytes; that of a sequence is a token's in
-// a packed batch.
-struct CheckpointingSsuParams {
+// First what the small form takes whatever its instance knows, in the order in which it needs it:
+// each 64 bytes that are not in the constant cache yet are waited for. Its strides are bytes; that
+// of a sequence is a token's in a packed batch.
+struct CheckpointingSsuRecord {
   const void* slots;  // (batch,) or null: slot = batch row
   int flags;          // of SmallFlag
-  int slots_bytes;
   int num_slots;
-  int pad_slot;  // pad_slot_id, or -1 if that is no slot
-  // Warps for the state and rows of a block, and the last ring row that is looked at.
-  int state_warps, rows_of_block, last_row;
-  int inverse_heads_per_group;  // 2^31 / heads_per_group, rounded up
-  const void* C;                // (batch, npredicted, ngroups, dstate)
-  int C_sequence_bytes, C_group_bytes, C_token_bytes, head_dim;
   void* state;  // (num_slots, nheads, head_dim, dstate), written on flush
-  int state_slot_bytes, state_head_bytes;
-  float* state_scale;  // (num_slots, nheads, head_dim), of codes, or null
-  int state_scale_slot_bytes, state_scale_head_bytes;
-  void* x_cache;  // (num_slots, nheads, ring_buffer_len, head_dim), appended
-  int x_cache_slot_bytes, x_cache_head_bytes, x_cache_row_bytes, threads;  // of a block
-  void* out;  // (batch, npredicted, nheads, head_dim)
-  int out_sequence_bytes, out_head_bytes, out_token_bytes, out_item_bytes;
+  int state_slot_bytes;
+  int pad_slot;                    // pad_slot_id, or -1 if that is no slot
+  void* x_cache;                   // (num_slots, nheads, ring_buffer_len, head_dim), appended
+  int rows_of_block, state_warps;  // of the state, and warps for them
+  // B and its ring, whose fields lanes take by what they load.
+  const void* B;  // (batch, npredicted, ngroups, dstate)
+  void* B_cache;  // (num_slots, ngroups, ring_buffer_len, dstate), appended
+  int B_sequence_bytes, B_cache_slot_bytes;
+  float* dt_cache;  // (num_slots, nheads, ring_buffer_len), appended
+  int dt_cache_slot_bytes, x_cache_slot_bytes;
+  const int* ring_start;                // (num_slots,)
+  const int* prev_num_accepted_tokens;  // (num_slots,)
+  const void* C;                        // (batch, npredicted, ngroups, dstate)
+  int C_sequence_bytes, x_sequence_bytes;
+  const void* x;  // (batch, npredicted, nheads, head_dim)
+  void* out;      // (batch, npredicted, nheads, head_dim)
+  int out_sequence_bytes, out_head_bytes, out_item_bytes;
+  int threads;                  // of a block
+  int last_row;                 // of the ring that is looked at
+  int inverse_heads_per_group;  // 2^31 / heads_per_group, rounded up
+  float* state_scale;           // (num_slots, nheads, head_dim), of codes, or null
+  int state_scale_slot_bytes;
+  int zero_padding;  // 1: rows of `out` of padding become 0
   // Numbers of a head, which lanes take by their index, and what they are: kWide and kNarrow.
   const void* dt;       // (batch, npredicted, nheads)
   const void* dt_bias;  // (nheads,) or null
   const void* A;        // (nheads,)
   const void* D;        // (nheads,) or null
-  int dt_head_bytes, dt_bias_bytes, A_bytes, D_bytes;
-  int dt_type, dt_bias_type, A_type, D_type;  // FloatType
-  int dt_sequence_bytes, dt_token_bytes;
-  const void* B;  // (batch, npredicted, ngroups, dstate)
-  int B_sequence_bytes, B_group_bytes, B_token_bytes, max_window;
-  void* B_cache;  // (num_slots, ngroups, ring_buffer_len, dstate), appended; its fields are as B's
-  int B_cache_slot_bytes, B_cache_group_bytes, B_cache_row_bytes, ring_buffer_len;
-  float* dt_cache;  // (num_slots, nheads, ring_buffer_len), appended
-  int dt_cache_slot_bytes, dt_cache_head_bytes, dt_cache_row_bytes, npredicted;
-  const int* ring_start;                // (num_slots,)
-  const int* prev_num_accepted_tokens;  // (num_slots,)
-  int ring_start_bytes, prev_num_accepted_tokens_bytes;
-  const void* x;  // (batch, npredicted, nheads, head_dim)
-  int x_sequence_bytes, x_head_bytes, x_token_bytes, heads_per_group;
-  const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
-  const void* z;          // (batch, npredicted, nheads, head_dim) or null
-  int z_sequence_bytes, z_head_bytes, z_token_bytes;
-  int zero_padding;  // 1: rows of `out` of padding become 0
-  // Strides of all forms, in elements.
-  int64_t slots_stride;
-  int64_t pad_slot_id;
-  int64_t C_batch_stride, C_token_stride, C_group_stride;
-  int64_t x_batch_stride, x_token_stride, x_head_stride;
-  int64_t state_slot_stride, state_head_stride;
-  int64_t state_scale_slot_stride, state_scale_head_stride;
-  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
-  int64_t out_batch_stride, out_token_stride, out_head_stride;
-  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
-  int64_t dt_bias_stride, A_stride, D_stride;
-  int64_t B_batch_stride, B_token_stride, B_group_stride;
-  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
-  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
-  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
-  int64_t z_batch_stride, z_token_stride, z_head_stride;
-  const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
-  int64_t force_flush_stride;
-  int slots_type;            // IndexType
-  int out_type;              // FloatType: that of x, or kFloat32
-  int starts_early;          // 1: before the kernel ahead has ended
-  int dt_softplus;           // 0 or 1
-  const int64_t* rand_seed;  // (1,) or null: round to nearest
-  int philox_rounds, layer;  // of the random bits; layer -1: the seed as it is
-  void* state_copy;          // (num_slots, nheads, bytes...) read instead, or null
-  int64_t state_copy_slot_stride, state_copy_head_stride;
-  const int* events;  // (num_slots,) of flushes, for their random bits, or null
-  int64_t events_stride;
-  unsigned* tickets;  // (num_slots,) of zeros, which are zeros again behind the step, or null
-  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
-  float* cumAdt_vec;  // (batch, nheads, words), likewise
-  float* cb_old;      // (batch, nheads, words), likewise
-  // Of the form for many heads; the inverses are as `divide` takes them.
+  int dt_sequence_bytes, npredicted;
+  // Of the form for many heads, and of all that no instance knows; the inverses are as `divide`
+  // takes them.
+  int batch, most_listed;  // sequences, and how many are listed at a time
   int64_t inverse_items_of_sequence, inverse_items_of_group;
   int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
   int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
   int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
-  int inverse_pieces;                                         // 2^16 / (head_dim / 8), rounded up
-  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
-  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
-  // out.
-  int nheads, batch;
-  int most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
-  int bytes_of_share;
-  int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
-  int at_cursors;
-  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
   int shared_items;  // at the end of the list, which go to whichever warp is free; 0 without
                      // tickets
   int appends_late;  // 1: x of the one new row goes to the rings behind all items
+  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
+  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
+  // out.
+  int bytes_of_list, bytes_of_share;
+  int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
+  int at_cursors, dt_softplus;                // 0 or 1
+  int dt_type, dt_bias_type, A_type, D_type;  // FloatType
+  int out_type;                               // FloatType: that of x, or kFloat32
+  int slots_type;                             // IndexType
+  unsigned* tickets;      // (num_slots,) of zeros, which are zeros again behind the step, or null
+  const void* z;          // (batch, npredicted, nheads, head_dim) or null
+  const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
+  const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
+  int64_t pad_slot_id;
+  // Strides in elements.
+  int64_t state_slot_stride, x_cache_slot_stride, B_cache_slot_stride, dt_cache_slot_stride;
+  int64_t x_batch_stride, x_token_stride, B_batch_stride, B_token_stride;
+  int64_t C_batch_stride, C_token_stride, dt_batch_stride, dt_token_stride;
+  int64_t out_batch_stride, out_token_stride;
+  int64_t state_scale_slot_stride;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  int64_t force_flush_stride;
+  const int64_t* rand_seed;  // (1,) or null: round to nearest
+  int philox_rounds, layer;  // of the random bits; layer -1: the seed as it is
+  const int* events;         // (num_slots,) of flushes, for their random bits, or null
+  int64_t events_stride;
+  void* state_copy;  // (num_slots, nheads, bytes...) read instead, or null
+  int64_t state_copy_slot_stride, state_copy_head_stride;
+  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
+  float* cumAdt_vec;  // (batch, nheads, words), likewise
+  float* cb_old;      // (batch, nheads, words), likewise
+  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
+  int starts_early;                                     // 1: before the kernel ahead has ended
+  // What an instance for one layout knows, and other strides of the small form.
+  int nheads, heads_per_group, head_dim, max_window, ring_buffer_len;
+  int inverse_pieces;  // 2^16 / (head_dim / 8), rounded up
+  int64_t slots_stride, C_group_stride, x_head_stride, state_head_stride;
+  int64_t state_scale_head_stride, x_cache_head_stride, x_cache_row_stride;
+  int64_t out_head_stride, dt_head_stride, dt_bias_stride, A_stride, D_stride;
+  int64_t B_group_stride, B_cache_group_stride, B_cache_row_stride;
+  int64_t dt_cache_head_stride, dt_cache_row_stride;
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int slots_bytes;
+  int dt_head_bytes, dt_bias_bytes, A_bytes, D_bytes;
+  int B_group_bytes, B_cache_group_bytes, B_token_bytes, B_cache_row_bytes;
+  int C_group_bytes, C_token_bytes, x_head_bytes, x_token_bytes;
+  int state_head_bytes, state_scale_head_bytes, x_cache_head_bytes, x_cache_row_bytes;
+  int dt_token_bytes, dt_cache_head_bytes, dt_cache_row_bytes, out_token_bytes;
+  int ring_start_bytes, prev_num_accepted_tokens_bytes;
+  int z_sequence_bytes, z_head_bytes, z_token_bytes;
+};
+
+// The record as a kernel sees it. An instance for one layout of the arrays knows sizes and strides
+// when it is compiled, which hide those of the record; replayssm_cupy/keys.py lists them.
+struct CheckpointingSsuParams : CheckpointingSsuRecord {
+#if defined(REPLAYSSM_KNOWN)
+  static constexpr bool kKnown = true;
+  REPLAYSSM_KNOWN
+#else
+  static constexpr bool kKnown = false;
+#endif
 };
 
 struct SelectiveStateUpdateParams {

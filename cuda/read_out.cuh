@@ -177,8 +177,10 @@ struct StateWarp : Block<kTokens, kPlain> {
     for (int k = 0; k < kRowsOfLane; ++k) {
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        const float weight = shared.weights[kLanesOfRow * k + lane][t];
-        const SeenPair<Act> seen(is_seen(weight));
+        const auto parts = shared.weights[kLanesOfRow * k + lane][t];
+        const bool is_there = is_seen(parts.decayed_dt);  // else its numbers may be NaN
+        const SeenPair<Act> seen(is_there);
+        const float weight = is_there ? parts.decayed_dt * parts.product : 0.0f;
 #pragma unroll
         for (int i = 0; i < kQuads; i += 2) {
           const float2 x = seen.of(in.x[k][i / 2]);
@@ -205,7 +207,26 @@ struct StateWarp : Block<kTokens, kPlain> {
 #pragma unroll
     for (int own = 0; own < kTokens; ++own) {
       const float x = convert::unpack<Act>(ptx::opaque(in.new_x[own])).x;
-      if (own <= t) y = fmaf(shared.new_weights[own][t], x, y);
+      const float product = shared.weights[kFirstToken<kTokens> + own][t].product;
+      float weight = shared.decayed_new_dt[own][t] * product;
+      if (own == t) weight += shared.D;
+      if (own <= t) y = fmaf(weight, x, y);
+    }
+  }
+
+  // Hands the rows to a flush.
+  __device__ __forceinline__ void put_rows(const Inputs& in) const {
+    auto& rows = OldRows<kDstate>::behind(shared);
+#pragma unroll
+    for (int k = 0; k < kRowsOfLane; ++k) {
+      unsigned char* x = rows.x[kLanesOfRow * k + lane] + 2 * kQuads * (kRowsOfWarp * warp + row);
+      if constexpr (kQuads == 4) {
+        *reinterpret_cast<uint2*>(x) = make_uint2(in.x[k][0], in.x[k][1]);
+      } else if constexpr (kQuads == 2) {
+        *reinterpret_cast<uint32_t*>(x) = in.x[k][0];
+      } else {
+        *reinterpret_cast<unsigned short*>(x) = static_cast<unsigned short>(in.x[k][0]);
+      }
     }
   }
 
@@ -248,38 +269,41 @@ struct StateWarp : Block<kTokens, kPlain> {
     const unsigned of_warp = kRowsOfWarp * kQuads * warp, first = first_row + of_warp;
     if (first >= static_cast<unsigned>(params.head_dim)) return run_without_rows();
     const int p = first + kQuads * row;
-    Inputs in;
-    ask_for_C(in);
-    const int of_output = p + row_of_output();
-    ask_for_new_x(in, of_output);
-    if (has(kGated)) ptx::aside([&] { in.z = load_z(of_output); });
     Bytes state = behind(bytes_of(params.state), head, params.state_head_bytes);
+    state += static_cast<unsigned>(p * kRowBytes + Pieces::kBytes * lane);
+    Bytes ring = behind(bytes_of(params.x_cache), head, params.x_cache_head_bytes);
+    ring += static_cast<unsigned>(p * sizeof(Act));
     Bytes scale = nullptr;
     if constexpr (convert::kScaled<State>) {
-      scale = behind(bytes_of(params.state_scale), head, params.state_scale_head_bytes);
-      scale = ptx::computed_now(scale + 4u * p);
+      scale = behind(bytes_of(params.state_scale), head, params.state_scale_head_bytes) + 4u * p;
     }
-    Bytes ring = behind(bytes_of(params.x_cache), head, params.x_cache_head_bytes);
-    const Bytes out = ptx::computed_now(place_of_output(of_output));
-    state = ptx::computed_now(state + static_cast<unsigned>(p * kRowBytes + Pieces::kBytes * lane));
-    ring = ptx::computed_now(ring + static_cast<unsigned>(p * sizeof(Act)));
+    const unsigned state_bytes = field_behind(params.state_slot_bytes, ptx::zero_of_lane());
+    const unsigned ring_bytes = field_behind(params.x_cache_slot_bytes, ptx::zero_of_lane());
     ptx::keep_order();
-    if (Base::is_padding()) {
-      if (params.zero_padding) store(0.0f, out);
+    const int of_output = p + row_of_output();
+    if (Base::is_padding(low_bits(state) | low_bits(ring) | state_bytes | ring_bytes)) {
+      if (params.zero_padding) store(0.0f, place_of_output(of_output));
       return 0;
     }
     const unsigned slot = request.slot;
-    state = behind(state, slot, params.state_slot_bytes);
+    Inputs in;
+    state = behind(state, slot, state_bytes);
     if constexpr (convert::kScaled<State>) {
       scale = behind(scale, slot, params.state_scale_slot_bytes);
     }
     ask_for_state(in, state, scale);
-    ask_for_x(in, behind(ring, slot, params.x_cache_slot_bytes));
+    ask_for_x(in, behind(ring, slot, ring_bytes));
+    ptx::keep_order();
+    // Many blocks ask for these: they are in the L2 soon.
+    ask_for_C(in);
+    ask_for_new_x(in, of_output);
+    if (has(kGated)) ptx::aside([&] { in.z = load_z(of_output); });
     ptx::keep_order();
     float sums[kOutputs];
     sum_state(sums, in);
     wait_for_weights(sums);
     const int flush = shared.flush;
+    const Bytes out = place_of_output(of_output);
     add_rows(sums, in);
     float y = sum_of_row(sums, lane);
     add_new_rows(y, in);
@@ -289,6 +313,7 @@ struct StateWarp : Block<kTokens, kPlain> {
       y *= gate;
     }
     store(y, out);
+    if (flush != 0) put_rows(in);
     return flush;
   }
 };

@@ -7,11 +7,10 @@ namespace replay {
 constexpr int kLanesOfRow = 8, kRowsOfWarp = 4;
 constexpr int kMostRowsOfBlock = 64;  // p
 
-// Instead of the weight of a row that the token does not see: a zero of the sign that no weight
-// has.
+// Instead of exp(c_t - c_r) dt_r of a row that is not there: a zero of the sign that no other has.
 constexpr float kUnseen = -0.0f;
-__device__ __forceinline__ bool is_seen(float weight) {
-  return __float_as_uint(weight) != __float_as_uint(kUnseen);
+__device__ __forceinline__ bool is_seen(float decayed_dt) {
+  return __float_as_uint(decayed_dt) != __float_as_uint(kUnseen);
 }
 
 // The rows of a step: those of the ring by their places, and the new tokens last. What lies between
@@ -22,16 +21,34 @@ constexpr int kFirstToken = kStepRows - kTokens;
 
 template <int kTokens>
 struct Shared {
-  // Of each ring row, of each new one, and of the checkpoint, which is exp(c_t).
-  alignas(16) float weights[kStepRows][kTokens];
-  alignas(16) float decays[kTokens];
-  float new_weights[kTokens][kTokens];
+  // What a row weighs in an output is a product: C_t . B_r, and exp(c_t - c_r) dt_r of a ring row.
+  struct alignas(8) Weight {
+    float decayed_dt, product;
+  };
+  alignas(16) Weight weights[kStepRows][kTokens];
+  alignas(16) float decays[kTokens];       // of the checkpoint: exp(c_t)
+  float decayed_new_dt[kTokens][kTokens];  // of the new rows, by row and token
+  float D;
   int flush;
-  // What a flush takes: where the old rows are, what they weigh (see `put_fold_weights`), and the
-  // largest magnitudes in the pieces of 8-bit rows.
+  // What a flush takes: the step's row of the first old one, what they weigh (see
+  // `put_fold_weights`), and the largest magnitudes in the pieces of 8-bit rows.
   int slot, head, start, live;
   float fold_weights[kRows + 4];
   alignas(16) float largest[kMostRowsOfBlock][8];
+};
+
+// The ring rows that a flush folds, by their rows of the step, behind `Shared`. The padding keeps
+// eight rows apart in the banks.
+template <int kDstate>
+struct OldRows {
+  static constexpr int kPitchOfB = 2 * kDstate + 16, kPitchOfX = 2 * kMostRowsOfBlock + 16;
+  alignas(16) unsigned char B[kStepRows][kPitchOfB];
+  unsigned char x[kStepRows][kPitchOfX];  // from the block's first row p on
+
+  template <int kTokens>
+  __device__ __forceinline__ static OldRows& behind(Shared<kTokens>& shared) {
+    return *reinterpret_cast<OldRows*>(&shared + 1);
+  }
 };
 
 // A field of the record and those behind it, of which each lane takes its own.
@@ -53,7 +70,15 @@ __device__ __forceinline__ Bytes behind(Bytes p, unsigned n, unsigned stride) {
   return ptx::mad_wide(n, stride, p);
 }
 
+// What tells that an address is known, see `zero_behind`.
+__device__ __forceinline__ unsigned low_bits(Bytes p) {
+  return static_cast<unsigned>(reinterpret_cast<uint64_t>(p));
+}
+
 __device__ __forceinline__ unsigned group_of(const CheckpointingSsuParams& params, unsigned head) {
+  if constexpr (CheckpointingSsuParams::kKnown) {
+    return head / static_cast<unsigned>(params.heads_per_group);
+  }
   return __umulhi(2 * head, static_cast<unsigned>(params.inverse_heads_per_group));
 }
 
@@ -127,6 +152,7 @@ struct Block {
   unsigned sequence;  // whose tokens these are, or their first one in a packed batch
   Request request;    // slot and window are known late
 
+  // The slot may be one of before, of a step that starts early.
   __device__ __forceinline__ Block(const CheckpointingSsuParams& p, Shared<kTokens>& s)
       : params(p),
         shared(s),
@@ -135,7 +161,7 @@ struct Block {
         high(0) {
     sequence = low;
     if (has(kHasSlots)) {
-      const Bytes slot = behind(bytes_of(params.slots), low, params.slots_bytes);
+      const Bytes slot = place_of_slot();
       low = ptx::ld_global_u32(slot);
       if (has(kSlotsInt64)) ptx::aside([&] { high = ptx::ld_global_u32(slot + 4); });
     }
@@ -144,6 +170,19 @@ struct Block {
     head = head_of_block(flags & kOrder) + ptx::zero_of_lane(), group = group_of(p, head);
     first_row = blockIdx.z * p.rows_of_block;
     request = {-1, batch_row_of_block(flags & kOrder), 0, {0, 0, kTokens, false}};
+  }
+
+  // An address of the whole warp: the shortest way to the first load.
+  __device__ __forceinline__ Bytes place_of_slot() const {
+    const unsigned bytes = params.kKnown ? has(kSlotsInt64) ? 8 : 4 : params.slots_bytes;
+    return static_cast<Bytes>(params.slots) +
+           static_cast<uint64_t>(batch_row_of_block(flags & kOrder)) * bytes;
+  }
+  __device__ __forceinline__ void ask_for_slot_again() {
+    if (!has(kHasSlots)) return;
+    const Bytes slot = place_of_slot();
+    low = ptx::ld_relaxed_gpu_u32(slot);
+    if (has(kSlotsInt64)) high = ptx::ld_relaxed_gpu_u32(slot + 4);
   }
 
   __device__ __forceinline__ bool has(SmallFlag flag) const {
@@ -161,10 +200,13 @@ struct Block {
   }
   static constexpr int kNoWarp = -65536;  // no row of it is one of the head
 
-  __device__ __forceinline__ bool is_padding() {
+  // Waits for the slot. What `known` is made of is there before that: the compiler would read it
+  // from the record behind the wait.
+  __device__ __forceinline__ bool is_padding(unsigned known = 0) {
     request.slot = low;
-    return (static_cast<unsigned>(low) >= static_cast<unsigned>(params.num_slots)) | (high != 0) |
-           (low == params.pad_slot);
+    const unsigned slots = field_behind(params.num_slots, ptx::zero_behind(known));
+    const int pad = field_behind(params.pad_slot, ptx::zero_behind(known));
+    return (static_cast<unsigned>(low) >= slots) | (high != 0) | (low == pad);
   }
   // Of two tokens of which the second is not there, the first stands in for it.
   __device__ __forceinline__ int token(int t) const {
@@ -227,7 +269,29 @@ struct Block {
     return const_cast<unsigned char*>(behind(first, row, row_bytes));
   }
 
-  // Whether a sequence without tokens flushes.
+  // Of a sequence without tokens, whose rows nobody has asked for.
+  template <int kDstate>
+  __device__ __forceinline__ void copy_old_rows() {
+    request.slot = low;
+    auto& rows = OldRows<kDstate>::behind(shared);
+    const Bytes B = behind(behind(bytes_of(params.B_cache), group, params.B_cache_group_bytes),
+                           request.slot, params.B_cache_slot_bytes);
+    const Bytes x = behind(behind(bytes_of(params.x_cache), head, params.x_cache_head_bytes),
+                           request.slot, params.x_cache_slot_bytes);
+    const int first = 2 * first_row, bytes_of_x = 2 * rows_of_block();
+    for (int r = threadIdx.x >> 5; r <= params.last_row; r += params.threads / 32) {
+      const int place = has(kByPlace) ? r : place_of(r);
+      for (int i = 16 * lane; i < 2 * kDstate; i += 16 * 32) {
+        *reinterpret_cast<uint4*>(rows.B[r] + i) =
+            ptx::ld_global_v4(behind(B, place, params.B_cache_row_bytes) + i);
+      }
+      if (16 * lane < bytes_of_x) {
+        *reinterpret_cast<uint4*>(rows.x[r] + 16 * lane) =
+            ptx::ld_global_v4(behind(x, place, params.x_cache_row_bytes) + first + 16 * lane);
+      }
+    }
+  }
+  // Whether it flushes.
   __device__ __forceinline__ int run_without_tokens() {
     find_window();
     return request.window.flush;

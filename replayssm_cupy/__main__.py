@@ -41,6 +41,11 @@ def _parser(with_demo: bool) -> argparse.ArgumentParser:
         "kernels", help="registers, shared memory, spills, occupancy; needs no GPU"
     )
     kernels.add_argument("--arch", default="sm_90", help="target, such as sm_90 or sm_100")
+    kernels.add_argument(
+        "--layout",
+        metavar="NHEADS,HEADS_PER_GROUP,HEAD_DIM,MAX_WINDOW,RING_BUFFER_LEN",
+        help="the decode kernels that know these sizes instead, such as 64,8,64,16,17",
+    )
     kernels.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -56,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         return doctor.run(args.json)
     from . import resources
 
-    return resources.print_kernels(args.arch, args.json)
+    return resources.print_kernels(args.arch, args.json, args.layout)
 
 
 if __name__ == "__main__":

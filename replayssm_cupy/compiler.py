@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ReplaySSMError
-from .keys import Key
+from .keys import CheckpointingSsuKey, Key, Layout, LayoutKey
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 CUDA_DIR = next((d for d in (_PACKAGE / "cuda", _PACKAGE.parent / "cuda") if d.is_dir()), _PACKAGE)
@@ -54,8 +54,13 @@ def _target_of(device: int) -> str:
     return target(import_cupy().cuda.Device(device).compute_capability)
 
 
-def _options() -> tuple[str, ...]:
-    return ("-std=c++17", f"-I{CUDA_DIR}", f"-DREPLAYSSM_SOURCES=0x{source_digest()}")
+def _options(known: str = "") -> tuple[str, ...]:
+    options = "-std=c++17", f"-I{CUDA_DIR}", f"-DREPLAYSSM_SOURCES=0x{source_digest()}"
+    return (*options, f"-DREPLAYSSM_KNOWN={known}") if known else options
+
+
+def _known(key: Key) -> str:
+    return key.definition if isinstance(key, LayoutKey) else ""
 
 
 def _source(key: Key) -> str:
@@ -113,21 +118,34 @@ def function(key: Key, device: int, stream: int) -> int:
     return found
 
 
+def function_for(key: Key, layout: Layout | None, device: int, stream: int) -> int:
+    """The ``CUfunction`` for arrays of this layout, if :func:`load` has one, or that of ``key``."""
+    if layout is not None and isinstance(key, CheckpointingSsuKey):
+        found = _functions.get((LayoutKey(key, layout), device))
+        if found is not None:
+            return found
+    return function(key, device, stream)
+
+
 def load(keys: Iterable[Key], device: int) -> None:
-    """Compiles and loads ``keys`` on ``device``, the current one, a program per source file."""
-    missing: dict[str, list[Key]] = defaultdict(list)
+    """Compiles and loads ``keys`` on ``device``, the current one.
+
+    A program has what one source file gives for one layout.
+    """
+    missing: dict[tuple[str, str], list[Key]] = defaultdict(list)
     for key in keys:
         if (key, device) not in _functions:
-            missing[key.source].append(key)
+            missing[key.source, _known(key)].append(key)
     if not missing:
         return
     cupy = import_cupy()
-    for group in missing.values():
+    for (_, known), group in missing.items():
         names = [key.name_expression for key in group]
         try:
             arch = _target_of(device)
-            # CuPy chooses the plain target itself and keeps a suffix that it is given.
-            options = (*_options(), f"-arch={arch}") if arch[-1] == "a" else _options()
+            options = _options(known)
+            if arch[-1] == "a":  # CuPy chooses the plain target itself and keeps a suffix
+                options = *options, f"-arch={arch}"
             module = cupy.RawModule(code=_source(group[0]), options=options, name_expressions=names)
             kernels = [module.get_function(name) for name in names]
             for key, kernel in zip(group, kernels, strict=True):
@@ -173,7 +191,7 @@ class Resources:
 
 
 def compile_cubin(keys: list[Key], arch: str, *more_options: str) -> tuple[bytes, list[Resources]]:
-    """Compiles instances of one source file for ``arch`` (``"sm_90"``), without a GPU.
+    """Compiles instances of one source file and layout for ``arch`` (``"sm_90"``), without a GPU.
 
     ``more_options`` go to NVRTC behind the library's own. Raises :class:`ReplaySSMError` with the
     name expressions, options and NVRTC's log.
@@ -189,7 +207,7 @@ def compile_cubin(keys: list[Key], arch: str, *more_options: str) -> tuple[bytes
         raise ReplaySSMError(f"the CUDA headers are missing: {_INSTALL}")
     names = [key.name_expression for key in keys]
     of_target = (f"-arch={arch}", f"-I{headers}", "-Xptxas=-v", *more_options)
-    options = (*_options(), "-ftz=true", *of_target)
+    options = (*_options(_known(keys[0])), "-ftz=true", *of_target)
     try:
         program = nvrtc.createProgram(_source(keys[0]), keys[0].source, (), ())
     except Exception as error:

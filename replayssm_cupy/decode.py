@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from .checks import check_devices
 from .decode_checks import Options, Views, check_decode, check_host_arrays, vectors_of
 from .folds import check_and_stamp_on_host
 from .formats import format_of
-from .keys import SLAB, SelectiveStateUpdateKey
+from .keys import SLAB, Layout, SelectiveStateUpdateKey
 from .plan import (
     FLOAT_TYPES,
     INDEX_TYPES,
@@ -111,7 +112,8 @@ def bind(
                 with device_guard(plan.device):
                     for one in (plan, plan.before):
                         if one is not None:
-                            compiler.function(one.key, one.device.index, current_stream(x))
+                            stream = current_stream(x)
+                            compiler.function_for(one.key, one.layout, one.device.index, stream)
     else:
         check_decode(views, options)
     return BoundCall(pool, partial(step, out), views, out, after)
@@ -194,7 +196,24 @@ def _plan_decode(v: Views, options: Options, max_window: int) -> Plan:
     for field, value in launch.fields.items():
         before = getattr(record, field)  # ctypes would let a name pass that is no field
         setattr(record, field, before | value if field == "flags" else value)
-    return _plan_of_launch(launch, record, x.device, options.enable_pdl)
+    plan = _plan_of_launch(launch, record, x.device, options.enable_pdl)
+    plan.layout = _layout_of(record, v, dstate)
+    return plan
+
+
+def _layout_of(record: Any, v: Views, dstate: int) -> Layout | None:
+    """That of the arrays, unless one of them has gaps; an axis of length 1 has any stride."""
+    layout = Layout(**{field.name: getattr(record, field.name) for field in fields(Layout)})
+    strides = layout.strides(dstate)
+    for name, axes in _STRIDES.items():
+        array = v.get(name)
+        for axis, letter in enumerate(axes):
+            expected = strides.get(f"{name}_{letter}" if letter else name)
+            if array is None or expected is None or array.shape[axis] == 1:
+                continue
+            if array.strides[axis] != expected:
+                return None
+    return layout
 
 
 def _plan_of_launch(launch: Schedule, record: Any, device: Device, pdl: bool) -> Plan:

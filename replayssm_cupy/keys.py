@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
@@ -126,6 +126,79 @@ class PreparedCheckpointingSsuKey(CheckpointingSsuKey):
     """The form for many heads as the second of two kernels: its weights come from scratch."""
 
     kernel: ClassVar[str] = "checkpointing_ssu_prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of a model whose arrays have no gaps between the parts of a slot, nor of a token.
+
+    Their names are those of the record's fields.
+    """
+
+    nheads: int
+    heads_per_group: int
+    head_dim: int
+    max_window: int
+    ring_buffer_len: int
+
+    def strides(self, dstate: int) -> dict[str, int]:
+        """Of arrays and axes, in elements."""
+        P, N, R = self.head_dim, dstate, self.ring_buffer_len
+        return {
+            "slots": 1, "ring_start": 1, "prev_num_accepted_tokens": 1,
+            "dt_head": 1, "A": 1, "D": 1, "dt_bias": 1,
+            "x_head": P, "out_head": P, "B_group": N, "C_group": N,
+            "state_head": P * N, "state_scale_head": P,
+            "x_cache_head": R * P, "x_cache_row": P,
+            "B_cache_group": R * N, "B_cache_row": N,
+            "dt_cache_head": R, "dt_cache_row": 1,
+        }  # fmt: skip
+
+
+# Of the elements of arrays whose types are known when a kernel is compiled; None: the state's.
+_KNOWN_BYTES = {
+    **dict.fromkeys(("ring_start", "prev_num_accepted_tokens", "state_scale", "dt_cache"), 4),
+    **dict.fromkeys(("x", "B", "C", "x_cache", "B_cache"), 2),
+    "state": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutKey:
+    """An instance of a decode kernel for one layout: sizes and strides are fixed, too."""
+
+    key: CheckpointingSsuKey
+    layout: Layout
+
+    @property
+    def source(self) -> str:
+        return self.key.source
+
+    @property
+    def name_expression(self) -> str:
+        return self.key.name_expression
+
+    @property
+    def known(self) -> dict[str, int]:
+        """Fields of the record, and what they are."""
+        known = {field.name: getattr(self.layout, field.name) for field in fields(self.layout)}
+        known["inverse_pieces"] = -(-(1 << 16) // (self.layout.head_dim // 8))
+        for name, stride in self.layout.strides(self.key.dstate).items():
+            known[f"{name}_stride"] = stride
+            array = name.removesuffix("_head").removesuffix("_group").removesuffix("_row")
+            if array in _KNOWN_BYTES:
+                size = _KNOWN_BYTES[array] or int(_BITS[self.key.state_dtype]) // 8
+                known[f"{name}_bytes"] = stride * size
+        return known
+
+    @property
+    def definition(self) -> str:
+        """REPLAYSSM_KNOWN of cuda/params.cuh."""
+        members = [
+            f"static constexpr {'int64_t' if name.endswith('_stride') else 'int'} {name} = {value};"
+            for name, value in self.known.items()
+        ]
+        return " ".join(members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +411,7 @@ class CopySlotsKey:
 
 Key = (
     CheckpointingSsuKey
+    | LayoutKey
     | PrecomputeKey
     | SelectiveStateUpdateKey
     | AdvanceRingKey

@@ -572,17 +572,25 @@ class LayerStack(StackArrays):
     def warm_up(self, algorithm: str = "auto") -> None:
         """Compiles and loads every kernel of the decode loop; nothing to do on the CPU.
 
+        Steps that come later are faster than without it, as their kernels know the stack's sizes.
         `algorithm` is that of the steps. :meth:`refresh` does so for snapshots and copies.
         """
         check_algorithm(algorithm)
         if self.device.kind == "cuda":
+            _, nheads, head_dim, dstate = self._first["state"].shape
+            _, ngroups, ring_buffer_len, _ = self._first["B_cache"].shape
             slot_ops.warm_up(
-                dstate=self._first["state"].shape[3],
+                dstate=dstate,
                 state_dtype=self.state_dtype,
                 activation_dtype=self.activation_dtype,
                 npredicted=self.npredicted,
                 device=self.device.index,
                 algorithm=algorithm,
+                nheads=nheads,
+                ngroups=ngroups,
+                head_dim=head_dim,
+                max_window=self.max_window,
+                ring_buffer_len=ring_buffer_len,
             )
 
 

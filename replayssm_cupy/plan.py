@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from . import compiler, driver
 from .arrays import Device, device_guard
 from .errors import ReplaySSMError
-from .keys import MAX_BLOCKS, MAX_BLOCKS_Y, Key
+from .keys import MAX_BLOCKS, MAX_BLOCKS_Y, Key, Layout
 
 FLOAT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 INDEX_TYPES = {"int32": 0, "int64": 1}
@@ -27,22 +27,6 @@ PDL_CAPABILITY = 90  # programmatic dependent launch exists from here on
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
-
-
-def _array(name: str, axes: str | None = None) -> list[tuple[str, Any]]:
-    """A pointer and, right behind it, the strides of its axes; "" is the only axis."""
-    strides = [] if axes is None else axes.split() or [""]
-    names = [f"{name}_{axis}_stride" if axis else f"{name}_stride" for axis in strides]
-    return [(name, ctypes.c_void_p), *((stride, ctypes.c_int64) for stride in names)]
-
-
-def _bytes(name: str, axes: str, others: str = "") -> list[tuple[str, Any]]:
-    """A pointer and, right behind it, 32-bit strides of its axes in bytes, and other fields."""
-    strides = " ".join(f"{name}_{axis}_bytes" for axis in axes.split())
-    return [
-        *_fields(ctypes.c_void_p, name),
-        *_fields(ctypes.c_int32, f"{strides} {others}"),
-    ]
 
 
 _TOKEN_STRIDES = """
@@ -60,70 +44,76 @@ class CheckpointingSsuParams(ctypes.Structure):
 
     _fields_ = [
         *_fields(ctypes.c_void_p, "slots"),
+        *_fields(ctypes.c_int32, "flags num_slots"),
+        *_fields(ctypes.c_void_p, "state"),
+        *_fields(ctypes.c_int32, "state_slot_bytes pad_slot"),
+        *_fields(ctypes.c_void_p, "x_cache"),
+        *_fields(ctypes.c_int32, "rows_of_block state_warps"),
+        *_fields(ctypes.c_void_p, "B B_cache"),
+        *_fields(ctypes.c_int32, "B_sequence_bytes B_cache_slot_bytes"),
+        *_fields(ctypes.c_void_p, "dt_cache"),
+        *_fields(ctypes.c_int32, "dt_cache_slot_bytes x_cache_slot_bytes"),
+        *_fields(ctypes.c_void_p, "ring_start prev_num_accepted_tokens C"),
+        *_fields(ctypes.c_int32, "C_sequence_bytes x_sequence_bytes"),
+        *_fields(ctypes.c_void_p, "x out"),
         *_fields(
             ctypes.c_int32,
-            """flags slots_bytes num_slots pad_slot
-            state_warps rows_of_block last_row inverse_heads_per_group""",
+            """out_sequence_bytes out_head_bytes out_item_bytes threads last_row
+            inverse_heads_per_group""",
         ),
-        *_bytes("C", "sequence group token", "head_dim"),
-        *_bytes("state", "slot head"),
-        *_bytes("state_scale", "slot head"),
-        *_bytes("x_cache", "slot head row", "threads"),
-        *_bytes("out", "sequence head token item"),
+        *_fields(ctypes.c_void_p, "state_scale"),
+        *_fields(ctypes.c_int32, "state_scale_slot_bytes zero_padding"),
         *_fields(ctypes.c_void_p, "dt dt_bias A D"),
-        *_fields(
-            ctypes.c_int32,
-            """dt_head_bytes dt_bias_bytes A_bytes D_bytes dt_type dt_bias_type A_type D_type
-            dt_sequence_bytes dt_token_bytes""",
-        ),
-        *_bytes("B", "sequence group token", "max_window"),
-        *_bytes("B_cache", "slot group row", "ring_buffer_len"),
-        *_bytes("dt_cache", "slot head row", "npredicted"),
-        *_fields(ctypes.c_void_p, "ring_start prev_num_accepted_tokens"),
-        *_fields(ctypes.c_int32, "ring_start_bytes prev_num_accepted_tokens_bytes"),
-        *_bytes("x", "sequence head token", "heads_per_group"),
-        *_fields(ctypes.c_void_p, "cu_seqlens"),
-        *_bytes("z", "sequence head token", "zero_padding"),
+        *_fields(ctypes.c_int32, "dt_sequence_bytes npredicted batch most_listed"),
         *_fields(
             ctypes.c_int64,
-            """slots_stride pad_slot_id
-            C_batch_stride C_token_stride C_group_stride
-            x_batch_stride x_token_stride x_head_stride
-            state_slot_stride state_head_stride
-            state_scale_slot_stride state_scale_head_stride
-            x_cache_slot_stride x_cache_head_stride x_cache_row_stride
-            out_batch_stride out_token_stride out_head_stride
-            dt_batch_stride dt_token_stride dt_head_stride
-            dt_bias_stride A_stride D_stride
-            B_batch_stride B_token_stride B_group_stride
-            B_cache_slot_stride B_cache_group_stride B_cache_row_stride
-            dt_cache_slot_stride dt_cache_head_stride dt_cache_row_stride
-            ring_start_stride prev_num_accepted_tokens_stride
-            z_batch_stride z_token_stride z_head_stride""",
+            """inverse_items_of_sequence inverse_items_of_group inverse_flushes_of_sequence
+            inverse_flushes_of_group""",
         ),
-        *_array("force_flush", ""),
         *_fields(
             ctypes.c_int32,
-            "slots_type out_type starts_early dt_softplus",
+            """heads_of_item items_of_sequence items_of_group heads_of_flush flushes_of_sequence
+            flushes_of_group shared_items appends_late bytes_of_list bytes_of_share at_group
+            at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors
+            dt_softplus dt_type dt_bias_type A_type D_type out_type slots_type""",
         ),
-        *_array("rand_seed"),
+        *_fields(ctypes.c_void_p, "tickets z cu_seqlens force_flush"),
+        *_fields(
+            ctypes.c_int64,
+            """pad_slot_id state_slot_stride x_cache_slot_stride B_cache_slot_stride
+            dt_cache_slot_stride x_batch_stride x_token_stride B_batch_stride B_token_stride
+            C_batch_stride C_token_stride dt_batch_stride dt_token_stride out_batch_stride
+            out_token_stride state_scale_slot_stride z_batch_stride z_token_stride z_head_stride
+            force_flush_stride""",
+        ),
+        *_fields(ctypes.c_void_p, "rand_seed"),
         *_fields(ctypes.c_int32, "philox_rounds layer"),
-        *_array("state_copy", "slot head"),
-        *_array("events", ""),
-        *_fields(ctypes.c_void_p, "tickets cb_scaled cumAdt_vec cb_old"),
+        *_fields(ctypes.c_void_p, "events"),
+        *_fields(ctypes.c_int64, "events_stride"),
+        *_fields(ctypes.c_void_p, "state_copy"),
+        *_fields(ctypes.c_int64, "state_copy_slot_stride state_copy_head_stride"),
+        *_fields(ctypes.c_void_p, "cb_scaled cumAdt_vec cb_old"),
+        *_fields(
+            ctypes.c_int32,
+            """cb_scaled_words cumAdt_vec_words cb_old_words starts_early nheads heads_per_group
+            head_dim max_window ring_buffer_len inverse_pieces""",
+        ),
         *_fields(
             ctypes.c_int64,
-            """inverse_items_of_sequence inverse_items_of_group
-            inverse_flushes_of_sequence inverse_flushes_of_group""",
+            """slots_stride C_group_stride x_head_stride state_head_stride state_scale_head_stride
+            x_cache_head_stride x_cache_row_stride out_head_stride dt_head_stride dt_bias_stride
+            A_stride D_stride B_group_stride B_cache_group_stride B_cache_row_stride
+            dt_cache_head_stride dt_cache_row_stride ring_start_stride
+            prev_num_accepted_tokens_stride""",
         ),
         *_fields(
             ctypes.c_int32,
-            """heads_of_item items_of_sequence items_of_group
-            heads_of_flush flushes_of_sequence flushes_of_group inverse_pieces
-            nheads batch most_listed bytes_of_list bytes_of_share
-            at_group at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales
-            at_cursors cb_scaled_words cumAdt_vec_words cb_old_words
-            shared_items appends_late""",
+            """slots_bytes dt_head_bytes dt_bias_bytes A_bytes D_bytes B_group_bytes
+            B_cache_group_bytes B_token_bytes B_cache_row_bytes C_group_bytes C_token_bytes
+            x_head_bytes x_token_bytes state_head_bytes state_scale_head_bytes
+            x_cache_head_bytes x_cache_row_bytes dt_token_bytes dt_cache_head_bytes
+            dt_cache_row_bytes out_token_bytes ring_start_bytes prev_num_accepted_tokens_bytes
+            z_sequence_bytes z_head_bytes z_token_bytes""",
         ),
     ]
 
@@ -386,6 +376,7 @@ class Plan:
     shared_bytes: int = 0  # of dynamic shared memory a block
     pdl: bool = False  # may start before the kernel ahead of it in the stream has ended
     before: Plan | None = None  # launched first; it reads the same record
+    layout: Layout | None = None  # of the arrays, if a kernel may know it
     ready: Callable[[int], None] | None = field(default=None, init=False, repr=False, compare=False)
     alone: bool = field(default=False, init=False, repr=False, compare=False)  # the only device
     words: memoryview = field(init=False, repr=False, compare=False)  # the record, 8 bytes each
@@ -444,7 +435,7 @@ class CudaLauncher:
 def _prepare(plan: Plan, stream: int) -> Callable[[int], None]:
     """The driver's side of a plan, whose device is the current one."""
     index = plan.device.index
-    handle = compiler.function(plan.key, index, stream)
+    handle = compiler.function_for(plan.key, plan.layout, index, stream)
     if plan.shared_bytes > DEFAULT_SHARED_BYTES:
         compiler.allow_shared_bytes(handle, plan.shared_bytes)
     launch = handle, plan.grid, plan.block, plan.shared_bytes, plan.record

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 from .compiler import STOCHASTIC_CVT, TARGETS, Resources, by_source, compile_cubin
-from .keys import SLAB, CheckpointingSsuKey, Key, PrecomputeKey, SelectiveStateUpdateKey, every_key
+from .keys import (
+    SLAB,
+    CheckpointingSsuKey,
+    Key,
+    Layout,
+    LayoutKey,
+    PrecomputeKey,
+    SelectiveStateUpdateKey,
+    every_key,
+)
 from .schedule import typical
 
 WARP = 32
@@ -80,12 +89,19 @@ class Row:
     resident_warps: int | None = None
 
 
-def print_kernels(arch: str, as_json: bool = False) -> int:
-    """Compiles every instance for ``arch`` and prints what each needs. Needs NVRTC, no GPU."""
+def print_kernels(arch: str, as_json: bool = False, layout: str | None = None) -> int:
+    """Compiles every instance for ``arch`` and prints what each needs. Needs NVRTC, no GPU.
+
+    With a `layout`, the five numbers of :class:`Layout`, those of the decode kernels for it.
+    """
     known = (*TARGETS, *(f"sm_{capability}a" for capability in STOCHASTIC_CVT))
     if arch not in known:
         raise ValueError(f"arch: expected one of {', '.join(known)}, got {arch}")
-    keys = {key.name_expression: key for key in every_key()}
+    keys: dict[str, Key] = {key.name_expression: key for key in every_key()}
+    if layout is not None:
+        sizes = _parse_layout(layout)
+        decoding = [key for key in keys.values() if isinstance(key, CheckpointingSsuKey)]
+        keys = {key.name_expression: LayoutKey(key, sizes) for key in decoding}
     found = [
         row for group in by_source(keys.values()).values() for row in compile_cubin(group, arch)[1]
     ]
@@ -106,12 +122,21 @@ def print_kernels(arch: str, as_json: bool = False) -> int:
     return 0
 
 
+def _parse_layout(text: str) -> Layout:
+    names = [field.name for field in fields(Layout)]
+    numbers = text.split(",")
+    if len(numbers) != len(names) or not all(number.strip().isdigit() for number in numbers):
+        raise ValueError(f"layout: expected {','.join(names)}, got {text}")
+    return Layout(*map(int, numbers))
+
+
 def _cell(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
 def launch_shape(key: Key, on: Multiprocessor) -> tuple[int, int] | None:
     """Threads and dynamic shared memory of a decode kernel's block for heads of 64 rows."""
+    key = key.key if isinstance(key, LayoutKey) else key
     if isinstance(key, CheckpointingSsuKey | PrecomputeKey):
         launch = typical(key, on.shared_bytes - on.reserved_bytes)
         return launch.threads, launch.shared_bytes

@@ -43,7 +43,7 @@ TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 # Of the small form: rows p that a warp takes at once and a block has at most, rows of ring and step
 # that its lanes are there for, and warps that weigh them.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
-STEP_ROWS, WEIGHT_WARPS = 24, 3
+STEP_ROWS, PRODUCT_WARPS = 24, 3
 RESIDENT_WARPS = 32, 16  # of a multiprocessor with its registers, dstate up to 128 and beyond
 MOST_SLABS = 6  # of a block in the form by slabs: kMostSlabs
 
@@ -347,7 +347,7 @@ class Spread(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return self.state_warps + WEIGHT_WARPS + 1  # that appends x and weighs a flush
+        return self.state_warps + PRODUCT_WARPS + 1  # that appends x and weighs a flush
 
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:
@@ -396,9 +396,9 @@ def _small(key: SmallCheckpointingSsuKey, step: Step, on: Processor) -> Schedule
     grid, order = _grid_of_heads(step, -(-step.head_dim // spread.rows))
     fields["flags"] |= order
     plain = (step.flags | fields["flags"]) & SETTLED_FLAGS == PLAIN_FLAGS
-    if plain and (spread.quads == 1 or key.state_dtype == "float32"):  # else it was not faster
+    if plain:
         key = plain_key(key)
-    return Schedule(key, grid, fields["threads"], _shared_bytes(key.token_tiles), fields)
+    return Schedule(key, grid, fields["threads"], _shared_bytes(key), fields)
 
 
 def _grid_of_heads(step: Step, parts: int) -> tuple[tuple[int, int, int], int]:
@@ -411,10 +411,12 @@ def _grid_of_heads(step: Step, parts: int) -> tuple[tuple[int, int, int], int]:
     return (step.nheads, step.batch, parts), 0
 
 
-def _shared_bytes(tokens: int) -> int:
-    """Of `Shared` in cuda/small.cuh."""
-    words = tokens * (STEP_ROWS + tokens + 1) + 5 + SLAB + 4
-    return _round_up(4 * words, 16) + 4 * 8 * MOST_ROWS_OF_BLOCK
+def _shared_bytes(key: SmallCheckpointingSsuKey) -> int:
+    """Of `Shared` and `OldRows` in cuda/small.cuh."""
+    tokens = key.token_tiles
+    words = tokens * (2 * STEP_ROWS + tokens + 1) + 6 + SLAB + 4
+    shared = _round_up(4 * words, 16) + 4 * 8 * MOST_ROWS_OF_BLOCK
+    return shared + STEP_ROWS * (2 * key.dstate + 16 + 2 * MOST_ROWS_OF_BLOCK + 16)
 
 
 def _slabs(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:

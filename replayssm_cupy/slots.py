@@ -35,12 +35,17 @@ from .keys import (
     ACTIVATION_DTYPES,
     DSTATES,
     FLOAT_DTYPES,
+    HEAD_DIMS,
     MAX_TOKENS,
+    MAX_WINDOW,
     SCALED_DTYPES,
     STATE_DTYPES,
     TOKENS_OF_FORMS,
     AdvanceRingKey,
+    CheckpointingSsuKey,
     Key,
+    Layout,
+    LayoutKey,
     LoadStateKey,
     ResetSlotsKey,
     SelectiveStateUpdateKey,
@@ -434,6 +439,11 @@ def warm_up(
     npredicted: int = 1,
     device: int = 0,
     algorithm: str = "auto",
+    nheads: int | None = None,
+    ngroups: int | None = None,
+    head_dim: int | None = None,
+    max_window: int | None = None,
+    ring_buffer_len: int | None = None,
 ) -> None:
     """Compiles and loads every kernel that decoding one kind of layer may need.
 
@@ -445,6 +455,10 @@ def warm_up(
     npredicted : the most tokens of a step, 1 to 16.
     device : ordinal of the CUDA device.
     algorithm : of the steps; "two-kernel" loads its kernels beside those of one kernel.
+    nheads, ngroups, head_dim, max_window, ring_buffer_len : of the layers, all or none; the
+        number of ring rows is ``max_window + npredicted`` unless it is given. With them kernels
+        are loaded, too, that know these sizes: they give the same bits in less time. Steps take
+        them that come later, on arrays that have no gaps inside a slot or a token.
 
     Raises TypeError or ValueError naming the argument; :class:`ReplaySSMError` without CuPy, a
     driver, NVRTC or headers.
@@ -462,18 +476,49 @@ def warm_up(
     if not 1 <= npredicted <= MAX_TOKENS:
         raise ValueError(f"npredicted: expected 1 to {MAX_TOKENS}, got {npredicted}")
     two_kernels = check_algorithm(algorithm) == "two-kernel"
+    sizes = {
+        "nheads": nheads,
+        "ngroups": ngroups,
+        "head_dim": head_dim,
+        "max_window": max_window,
+        "ring_buffer_len": ring_buffer_len,
+    }
+    layout = _layout_of(sizes, npredicted)
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
     for tokens in (least for least in TOKENS_OF_FORMS if least <= npredicted):
         keys += step_keys(state, activation, dstate, tokens)
         second = two_kernel_key(state, activation, dstate, tokens)
         if two_kernels and second is not None:
             keys += [precompute_key(second), second]
+    if layout is not None:
+        keys += [LayoutKey(key, layout) for key in keys if isinstance(key, CheckpointingSsuKey)]
     if state in STATE_DTYPES:
         keys.append(SelectiveStateUpdateKey(state, activation, dstate))
     keys += [LoadStateKey(state, source) for source in FLOAT_DTYPES]
     compiler.require_gpu(device)
     with device_guard(Device("cuda", device)):
         compiler.load(keys, device)
+
+
+def _layout_of(sizes: dict[str, int | None], npredicted: int) -> Layout | None:
+    """Of `nheads`, `ngroups`, `head_dim`, `max_window` and `ring_buffer_len`, if they are given."""
+    if all(size is None for size in sizes.values()):
+        return None
+    if sizes["ring_buffer_len"] is None and isinstance(sizes["max_window"], int):
+        sizes = sizes | {"ring_buffer_len": sizes["max_window"] + npredicted}
+    for name, size in sizes.items():
+        check_int(name, size)
+    nheads, ngroups, head_dim, max_window, rows = (int(size or 0) for size in sizes.values())
+    check_value("head_dim", head_dim, HEAD_DIMS)
+    if nheads < 1 or ngroups < 1 or nheads % ngroups:
+        raise ValueError(f"ngroups: expected a divisor of nheads = {nheads}, got {ngroups}")
+    if not npredicted <= max_window <= MAX_WINDOW:
+        raise ValueError(f"max_window: expected {npredicted} to {MAX_WINDOW}, got {max_window}")
+    if rows < max_window + npredicted:
+        raise ValueError(
+            f"ring_buffer_len: expected at least {max_window + npredicted}, got {rows}"
+        )
+    return Layout(nheads, nheads // ngroups, head_dim, max_window, rows)
 
 
 def _check_cursors(v: dict[str, View | None], others: dict[str, tuple[str, ...]]) -> Letters:

@@ -148,6 +148,9 @@ def test_auto_is_the_cpu_without_a_gpu():
     assert stack.device.kind == "cpu"
 
 
+SIZES = {"nheads": 4, "ngroups": 2, "head_dim": 64, "max_window": 16}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -161,6 +164,19 @@ def test_auto_is_the_cpu_without_a_gpu():
         ({"npredicted": 1.0}, TypeError, "npredicted: expected an int, got float"),
         ({"device": "cuda"}, TypeError, "device: expected an int, got str"),
         ({"algorithm": "three"}, ValueError, "algorithm: expected .*, got 'three'"),
+        ({"nheads": 4}, TypeError, "ngroups: expected an int, got NoneType"),
+        ({"ring_buffer_len": 20}, TypeError, "nheads: expected an int, got NoneType"),
+        (SIZES | {"nheads": "4"}, TypeError, "nheads: expected an int, got str"),
+        (SIZES | {"ngroups": 3}, ValueError,
+         "ngroups: expected a divisor of nheads = 4, got 3"),
+        (SIZES | {"ngroups": 0}, ValueError,
+         "ngroups: expected a divisor of nheads = 4, got 0"),
+        (SIZES | {"head_dim": 65}, ValueError, "head_dim: expected one of .*, got 65 .*"),
+        (SIZES | {"max_window": 17}, ValueError, "max_window: expected 1 to 16, got 17"),
+        (SIZES | {"max_window": 3, "npredicted": 4}, ValueError,
+         "max_window: expected 4 to 16, got 3"),
+        (SIZES | {"ring_buffer_len": 16}, ValueError,
+         "ring_buffer_len: expected at least 17, got 16"),
     ],
     ids=label,
 )  # fmt: skip

@@ -246,7 +246,7 @@ def test_what_a_schedule_sets_are_fields(state, tokens):
         ("float32", 1, 1, SmallFlag.HAS_SLOTS, True),
         ("float32", 8, 1, SmallFlag.HAS_SLOTS, True),
         ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.WIDE_DT | SmallFlag.SOFTPLUS, True),
-        ("bfloat16", 8, 1, SmallFlag.HAS_SLOTS, False),  # several rows a lane
+        ("bfloat16", 8, 1, SmallFlag.HAS_SLOTS, True),  # several rows a lane
         ("bfloat16", 1, 2, SmallFlag.HAS_SLOTS, False),
         ("bfloat16", 1, 1, 0, False),
         ("bfloat16", 1, 1, SmallFlag.HAS_SLOTS | SmallFlag.GATED, False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -22,7 +23,14 @@ from typing import Any
 import pytest
 
 from replayssm_cupy import ReplaySSMError, compiler, decode, plan, schedule, small
-from replayssm_cupy.keys import AdvanceRingKey, LoadStateKey, every_key
+from replayssm_cupy.keys import (
+    AdvanceRingKey,
+    CheckpointingSsuKey,
+    Layout,
+    LayoutKey,
+    LoadStateKey,
+    every_key,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "replayssm_cupy"
@@ -360,7 +368,7 @@ def fields_of(body: str) -> list[Field]:
 
 
 STRUCTS = {
-    name: fields_of(body)
+    name.replace("Record", "Params"): fields_of(body)  # the record of which an instance knows parts
     for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", PARAMS, flags=re.DOTALL)
 }
 
@@ -421,19 +429,17 @@ def test_every_stride_of_a_step_is_filled_in():
     assert {field for field in fewer if field.endswith("_stride")} <= names
 
 
-def test_the_small_form_finds_the_ring_behind_the_tokens():
-    """It takes B or B_cache, and their strides, by one distance in the record."""
+def test_fields_that_lanes_of_the_small_form_choose_from():
+    """They take one of several that lie side by side."""
     record = RECORDS["CheckpointingSsuParams"]
-    found = re.search(r"kBytesToCache = (\d+);", (ROOT / "cuda/weigh.cuh").read_text())
-    assert found is not None
-    for of_tokens, of_ring in (
-        ("B", "B_cache"),
-        ("B_sequence_bytes", "B_cache_slot_bytes"),
-        ("B_group_bytes", "B_cache_group_bytes"),
-        ("B_token_bytes", "B_cache_row_bytes"),
-    ):
-        distance = getattr(record, of_ring).offset - getattr(record, of_tokens).offset
-        assert distance == int(found[1])
+    for names in (
+        "dt dt_bias A D", "dt_head_bytes dt_bias_bytes A_bytes D_bytes",
+        "dt_type dt_bias_type A_type D_type", "B B_cache", "B_sequence_bytes B_cache_slot_bytes",
+        "B_group_bytes B_cache_group_bytes", "B_token_bytes B_cache_row_bytes",
+    ):  # fmt: skip
+        fields = [getattr(record, name) for name in names.split()]
+        for one, next_one in itertools.pairwise(fields):
+            assert next_one.offset == one.offset + one.size
 
 
 def test_flags_of_plain_steps_are_those_of_the_kernel():
@@ -530,6 +536,46 @@ def test_every_instance_compiles(nvrtc, compile_apart, arch, part):
     spilled = {r.kernel: r.spill_bytes for r in resources if r.spill_bytes}
     if arch == NO_SPILLS:
         assert not spilled, f"bytes of local memory: {spilled}"
+
+
+LAYOUT = Layout(nheads=64, heads_per_group=8, head_dim=64, max_window=16, ring_buffer_len=17)
+LAYOUT_KEYS = [
+    LayoutKey(key, LAYOUT)
+    for key in every_key()
+    if isinstance(key, CheckpointingSsuKey)
+    and (key.activation_dtype, key.dstate) == ("bfloat16", 128)
+]
+
+
+@pytest.mark.parametrize("source", compiler.by_source(LAYOUT_KEYS))
+def test_instances_for_a_layout_compile(nvrtc, source):
+    """As many of them as layouts exist: those of one model without spills."""
+    keys = compiler.by_source(LAYOUT_KEYS)[source]
+    _, resources = compiler.compile_cubin(keys, NO_SPILLS)
+    assert {key.name_expression for key in keys} <= {resource.kernel for resource in resources}
+    assert not {r.kernel: r.spill_bytes for r in resources if r.spill_bytes}
+
+
+@pytest.mark.parametrize("arch", [arch for arch in compiler.TARGETS if arch != NO_SPILLS])
+def test_an_instance_for_a_layout_compiles_everywhere(nvrtc, compile_apart, arch):
+    fewer = [LESS_OPTIMISED] if nvrtc >= (12, 8) else []
+    for keys in compiler.by_source(LAYOUT_KEYS).values():
+        try:
+            cubin, _ = compile_apart(keys[:1], arch, *fewer)
+        except ReplaySSMError as error:
+            if "gpu-architecture" in str(error):
+                pytest.skip(f"this NVRTC does not know {arch}")
+            raise
+        assert cubin.startswith(b"\x7fELF")
+
+
+def test_what_an_instance_knows_is_in_the_record():
+    """A name that is no field would hide none."""
+    fields = {field.name: field.ctype for field in STRUCTS["CheckpointingSsuParams"]}
+    for key in LAYOUT_KEYS:
+        assert key.known.keys() <= fields.keys()
+        for kind, name in re.findall(r"static constexpr (\w+) (\w+) = \d+;", key.definition):
+            assert C_TYPES[kind] == fields[name]
 
 
 def test_the_compilers_layout_of_the_records(nvrtc, monkeypatch):

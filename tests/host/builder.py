@@ -151,9 +151,12 @@ def _emulator(build: str) -> tuple[list[str], pathlib.Path]:
 
 
 def compile_kernels(
-    source: pathlib.Path, names: tuple[str, ...], build: str = "plain"
+    source: pathlib.Path, names: tuple[str, ...], build: str = "plain", known: str = ""
 ) -> HostModule:
-    """The kernels `names` of `source`, compiled or taken from the cache."""
+    """The kernels `names` of `source`, compiled or taken from the cache.
+
+    `known` is what they know of the record, as a key's `definition` has it.
+    """
     if build == "asan" and "libasan" not in os.environ.get("LD_PRELOAD", ""):
         raise BuildError("AddressSanitizer needs a process of its own: see sanitized.py")
     command, scheduler = _emulator(build)
@@ -161,7 +164,8 @@ def compile_kernels(
         f"      case {i}: emu::launch(&{name}, g, b, shared_bytes, record, record_bytes); break;\n"
         for i, name in enumerate(names)
     )
-    text = f'#include "{source.name}"\n{ENTRY.format(cases=cases)}'
+    define = f"#define REPLAYSSM_KNOWN {known}\n" if known else ""
+    text = f'{define}#include "{source.name}"\n{ENTRY.format(cases=cases)}'
 
     def digest() -> str:
         return _digest([text, *command], include_closure(source, (EMU,)))

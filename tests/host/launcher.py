@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from host.builder import HostModule, Options, compile_kernels
+from replayssm_cupy.keys import CheckpointingSsuKey, LayoutKey
 
 if TYPE_CHECKING:
     from replayssm_cupy.plan import Plan
@@ -36,6 +37,7 @@ class HostLauncher:
     sources : the folder of the .cu files; default $REPLAYSSM_HOST_SOURCES, else cuda/.
     build : "plain", "debug", "asan" or "ubsan"; default $REPLAYSSM_HOST_BUILD, else "plain". A
         sanitizer needs a process made by `sanitized.py`.
+    layouts : take the instances that know the layout of their arrays, where there are any.
     """
 
     def __init__(
@@ -45,17 +47,19 @@ class HostLauncher:
         *,
         sources: str | os.PathLike[str] | None = None,
         build: str | None = None,
+        layouts: bool = False,
     ) -> None:
         self.options = Options(ORDERS.index(order), seed)
         self.sources = pathlib.Path(sources or os.environ.get("REPLAYSSM_HOST_SOURCES", CUDA))
         self.build = build or os.environ.get("REPLAYSSM_HOST_BUILD", "plain")
+        self.layouts = layouts
         self.late: Callable[[Plan], Sequence[np.ndarray]] = lambda plan: ()
-        self._modules: dict[tuple[str, str], HostModule] = {}
+        self._modules: dict[tuple[str, str, str], HostModule] = {}
 
-    def prepare(self, source: str, names: list[str]) -> None:
+    def prepare(self, source: str, names: list[str], known: str = "") -> None:
         """Compile several kernels of one file together; `launch` compiles them one by one."""
-        module = compile_kernels(self.sources / source, tuple(names), self.build)
-        self._modules.update({(source, name): module for name in names})
+        module = compile_kernels(self.sources / source, tuple(names), self.build, known)
+        self._modules.update({(source, name, known): module for name in names})
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[HostLauncher]:
@@ -75,10 +79,12 @@ class HostLauncher:
         A dependent launch finds all bits set in the packed arrays `late(plan)` until it waits.
         """
         del stream
-        key = plan.key
+        key, known = plan.key, ""
+        if self.layouts and plan.layout and isinstance(key, CheckpointingSsuKey):
+            known = LayoutKey(key, plan.layout).definition
         self.run(
             key.source, key.name_expression, plan.grid, plan.block, plan.shared_bytes, plan.record,
-            self.late(plan) if plan.pdl else (),
+            self.late(plan) if plan.pdl else (), known,
         )  # fmt: skip
 
     def run(
@@ -90,11 +96,12 @@ class HostLauncher:
         shared_bytes: int,
         record: ctypes.Structure,
         late: Sequence[np.ndarray] = (),
+        known: str = "",
     ) -> None:
         """Run `name` of `source`, which may be a kernel that no plan knows."""
-        if (source, name) not in self._modules:
-            self.prepare(source, [name])
-        module = self._modules[source, name]
+        if (source, name, known) not in self._modules:
+            self.prepare(source, [name], known)
+        module = self._modules[source, name, known]
         message = module.launch(name, grid, block, shared_bytes, record, self.options, late)
         if message is not None:
             raise EmulationError(f"{name}: {message}")

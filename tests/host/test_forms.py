@@ -51,14 +51,14 @@ def in_form(monkeypatch):
     """Does one step in a form of the kernel: its output, the pools after it, and its plan."""
 
     def run(form, case: Case, pools: Stored, step: Step, count=3, order="forward", spread=None,
-            **options):  # fmt: skip
+            layouts=False, **options):  # fmt: skip
         choose_form(monkeypatch, form)
         if spread is not None:
             monkeypatch.setattr(schedule, "spread_small", lambda *args: spread)
         processor = Processor(count, 227 << 10)
         monkeypatch.setattr(decode, "processor", lambda device: processor)
         after = Run(NumPyBackend(), pools, case.max_window)
-        launcher = HostLauncher(order)
+        launcher = HostLauncher(order, layouts=layouts)
         if form == "two kernels":
             batch = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else len(step.x)
             scratch = allocate_scratch(batch, case.shape.nheads, device="cpu")
@@ -167,6 +167,28 @@ def test_more_heads_than_lanes(in_form):
     for run in runs:
         assert_stored_alike(runs[0], run)
         assert relative_l2(run[0], exact_outputs(pools, step)) <= OUT_TOLERANCE
+
+
+LAYOUT_CASES = [
+    ("float32", 1, "three-heads-per-group"), ("int8", 2, "three-heads-per-group"),
+    ("bfloat16", 4, "three-heads-per-group"), ("float8_e4m3fn", 1, "seven-heads-per-group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "shape"), LAYOUT_CASES)
+def test_instances_for_a_layout_give_the_same_bits(in_form, dtype, tokens, shape):
+    case = Case(SHAPES[shape], tokens, 16, dtype, num_slots=9)
+    rng = np.random.default_rng(7)
+    pools = full_pools(case, rng)
+    slots = rng.permutation(case.num_slots)[:7].astype(np.int32)
+    gated = make_step(case, 7, rng, slots=slots)
+    plain = replace(gated, z=None, state_batch_indices=slots)
+    for step in (gated, plain, replace(gated, state_batch_indices=slots.astype(np.int64))):
+        for form in KEYS:
+            generic = in_form(form, case, pools, step)
+            known = in_form(form, case, pools, step, layouts=True)
+            assert known[2].layout is not None
+            assert_same(generic, known)
 
 
 class LongRings(Case):
