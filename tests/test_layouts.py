@@ -119,22 +119,25 @@ def test_a_warm_stack_gives_the_same_bits(monkeypatch, state_dtype, tokens):
     """Of few sequences and of many, which take different forms."""
     import cupy
 
-    class Cuda:
-        name = "cuda"
-        put = staticmethod(lambda array: None if array is None else cupy.asarray(array))
-        get = staticmethod(cupy.asnumpy)
+    def put(array: np.ndarray | None) -> cupy.ndarray | None:
+        if array is None:
+            return None
+        if array.itemsize > 1:
+            return cupy.asarray(array)
+        return cupy.asarray(array.view(np.uint8)).view(array.dtype)  # it knows no 8-bit floats
 
+    place = SimpleNamespace(name="cuda", put=put)
     shape = Shape("warm", 10, 2, 64, 128)
     case = Case(shape, tokens, 16, state_dtype, num_slots=200)
     rng = np.random.default_rng(3)
     for batch in (3, 190):  # of few sequences and of many
         step = make_step(case, batch, rng, slots=rng.permutation(200)[:batch].astype(np.int32))
-        arguments = {name: Cuda.put(array) for name, array in step.arrays().items()}
+        arguments = {name: put(array) for name, array in step.arrays().items()}
         arguments["slots"] = arguments.pop("state_batch_indices")
         arguments["dt_softplus"] = step.dt_softplus
         found = []
         for warm in (False, True):
-            stack, _ = make_stack(Cuda, case, 1, fill=True)
+            stack, _ = make_stack(place, case, 1, fill=True)
             stack.warm_up()
             decode._plans.clear()
             with monkeypatch.context() as patch:
@@ -146,11 +149,9 @@ def test_a_warm_stack_gives_the_same_bits(monkeypatch, state_dtype, tokens):
             assert known != compiler._functions[plan.key, 0]
             assert compiler.function_for(plan.key, plan.layout, 0, 0) == known
             arrays = stack.states + stack.x_caches + stack.B_caches + stack.dt_caches
-            found.append(
-                [bits(out), *(bits(cupy.asnumpy(a)) for a in (*arrays, *stack.state_scales))]
-            )
+            found.append([out, *(cupy.asnumpy(a) for a in (*arrays, *stack.state_scales))])
         for one, other in zip(*found, strict=True):
-            assert np.array_equal(one, other)
+            assert np.array_equal(bits(one), bits(other))
 
 
 def test_sizes_of_warm_up(monkeypatch):

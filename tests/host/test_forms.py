@@ -217,6 +217,16 @@ def test_long_rings(in_form, dtype, tokens):
     stray = in_form("small", case, pools, step)
     stray[1].ring_start[:] = inside[1].ring_start
     assert_same(stray, inside)
+    # Folded without tokens, from rows that wrap and rows far behind.
+    pools = make_stored(case, rng, fill=True)
+    pools.ring_start[:] = [case.ring_buffer_len - 5, 20, 0, 7, case.ring_buffer_len - 1, 12]
+    pools.prev_num_accepted_tokens[:] = 9
+    poison_dead_rows(pools)
+    ragged, ends = in_a_row(step, np.minimum([0, 1, 0, 1, 0, 0], tokens))
+    forced = {"cu_seqlens": ends, "max_seqlen": tokens, "force_flush": np.ones(6, bool)}
+    assert_stored_alike(
+        *(in_form(form, case, pools, ragged, **forced) for form in ("small", "stream"))
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 11])
