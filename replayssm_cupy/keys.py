@@ -155,11 +155,10 @@ class Layout:
         }  # fmt: skip
 
 
-# Of the elements of arrays whose types are known when a kernel is compiled; None: the state's.
+# Of the elements of arrays whose types are known when a kernel is compiled, as is the state's.
 _KNOWN_BYTES = {
     **dict.fromkeys(("ring_start", "prev_num_accepted_tokens", "state_scale", "dt_cache"), 4),
     **dict.fromkeys(("x", "B", "C", "x_cache", "B_cache"), 2),
-    "state": None,
 }
 
 
@@ -183,12 +182,13 @@ class LayoutKey:
         """Fields of the record, and what they are."""
         known = {field.name: getattr(self.layout, field.name) for field in fields(self.layout)}
         known["inverse_pieces"] = -(-(1 << 16) // (self.layout.head_dim // 8))
+        state = "float16" if self.key.state_dtype in COPY_DTYPES else self.key.state_dtype
+        sizes = _KNOWN_BYTES | {"state": int(_BITS[state]) // 8}
         for name, stride in self.layout.strides(self.key.dstate).items():
             known[f"{name}_stride"] = stride
             array = name.removesuffix("_head").removesuffix("_group").removesuffix("_row")
-            if array in _KNOWN_BYTES:
-                size = _KNOWN_BYTES[array] or int(_BITS[self.key.state_dtype]) // 8
-                known[f"{name}_bytes"] = stride * size
+            if array in sizes:
+                known[f"{name}_bytes"] = stride * sizes[array]
         return known
 
     @property

@@ -92,7 +92,12 @@ def test_what_is_known_is_what_a_record_of_such_arrays_has():
     from replayssm_cupy.plan import CheckpointingSsuParams
     from replayssm_cupy.small import fill_small
 
-    types = {"float32": np.float32, "bfloat16": BF16, "int8": np.int8}
+    types = {
+        "float32": np.float32,
+        "bfloat16": BF16,
+        "int8": np.int8,
+        "float16+fp8": np.float16,
+    }
     for state_dtype, state_type in types.items():
         of_array = {
             "state": state_type, "x_cache": BF16, "B_cache": BF16, "x": BF16,
