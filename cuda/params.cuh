@@ -70,67 +70,69 @@ struct CheckpointingSsuRecord {
   const void* dt_bias;  // (nheads,) or null
   const void* A;        // (nheads,)
   const void* D;        // (nheads,) or null
-  int dt_sequence_bytes, npredicted;
-  // Of the form for many heads, and of all that no instance knows; the inverses are as `divide`
-  // takes them.
-  int batch, most_listed;  // sequences, and how many are listed at a time
-  int64_t inverse_items_of_sequence, inverse_items_of_group;
-  int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
-  int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
-  int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
-  int shared_items;  // at the end of the list, which go to whichever warp is free; 0 without
-                     // tickets
-  int appends_late;  // 1: x of the one new row goes to the rings behind all items
-  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
-  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
-  // out.
-  int bytes_of_list, bytes_of_share;
-  int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
-  int at_cursors, dt_softplus;                // 0 or 1
-  int dt_type, dt_bias_type, A_type, D_type;  // FloatType
-  int out_type;                               // FloatType: that of x, or kFloat32
-  int slots_type;                             // IndexType
-  unsigned* tickets;      // (num_slots,) of zeros, which are zeros again behind the step, or null
-  const void* z;          // (batch, npredicted, nheads, head_dim) or null
-  const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
-  const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
-  int64_t pad_slot_id;
-  // Strides in elements.
-  int64_t state_slot_stride, x_cache_slot_stride, B_cache_slot_stride, dt_cache_slot_stride;
-  int64_t x_batch_stride, x_token_stride, B_batch_stride, B_token_stride;
-  int64_t C_batch_stride, C_token_stride, dt_batch_stride, dt_token_stride;
-  int64_t out_batch_stride, out_token_stride;
-  int64_t state_scale_slot_stride;
-  int64_t z_batch_stride, z_token_stride, z_head_stride;
-  int64_t force_flush_stride;
-  const int64_t* rand_seed;  // (1,) or null: round to nearest
-  int philox_rounds, layer;  // of the random bits; layer -1: the seed as it is
-  const int* events;         // (num_slots,) of flushes, for their random bits, or null
-  int64_t events_stride;
-  void* state_copy;  // (num_slots, nheads, bytes...) read instead, or null
-  int64_t state_copy_slot_stride, state_copy_head_stride;
-  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
-  float* cumAdt_vec;  // (batch, nheads, words), likewise
-  float* cb_old;      // (batch, nheads, words), likewise
-  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
-  int starts_early;                                     // 1: before the kernel ahead has ended
-  // What an instance for one layout knows, and other strides of the small form.
-  int nheads, heads_per_group, head_dim, max_window, ring_buffer_len;
-  int inverse_pieces;  // 2^16 / (head_dim / 8), rounded up
-  int64_t slots_stride, C_group_stride, x_head_stride, state_head_stride;
-  int64_t state_scale_head_stride, x_cache_head_stride, x_cache_row_stride;
-  int64_t out_head_stride, dt_head_stride, dt_bias_stride, A_stride, D_stride;
-  int64_t B_group_stride, B_cache_group_stride, B_cache_row_stride;
-  int64_t dt_cache_head_stride, dt_cache_row_stride;
-  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
-  int slots_bytes;
+  int dt_sequence_bytes, slots_bytes;
+  // What an instance for one layout knows, or that is rare.
   int dt_head_bytes, dt_bias_bytes, A_bytes, D_bytes;
+  int dt_type, dt_bias_type, A_type, D_type;  // FloatType
   int B_group_bytes, B_cache_group_bytes, B_token_bytes, B_cache_row_bytes;
   int C_group_bytes, C_token_bytes, x_head_bytes, x_token_bytes;
   int state_head_bytes, state_scale_head_bytes, x_cache_head_bytes, x_cache_row_bytes;
   int dt_token_bytes, dt_cache_head_bytes, dt_cache_row_bytes, out_token_bytes;
   int ring_start_bytes, prev_num_accepted_tokens_bytes;
+  int heads_per_group, head_dim, max_window, ring_buffer_len, npredicted;
   int z_sequence_bytes, z_head_bytes, z_token_bytes;
+  const void* z;          // (batch, npredicted, nheads, head_dim) or null
+  const int* cu_seqlens;  // (batch + 1,) or null: npredicted tokens in every row
+  // Strides of all forms, in elements.
+  int64_t slots_stride;
+  int64_t pad_slot_id;
+  int64_t C_batch_stride, C_token_stride, C_group_stride;
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  int64_t state_slot_stride, state_head_stride;
+  int64_t state_scale_slot_stride, state_scale_head_stride;
+  int64_t x_cache_slot_stride, x_cache_head_stride, x_cache_row_stride;
+  int64_t out_batch_stride, out_token_stride, out_head_stride;
+  int64_t dt_batch_stride, dt_token_stride, dt_head_stride;
+  int64_t dt_bias_stride, A_stride, D_stride;
+  int64_t B_batch_stride, B_token_stride, B_group_stride;
+  int64_t B_cache_slot_stride, B_cache_group_stride, B_cache_row_stride;
+  int64_t dt_cache_slot_stride, dt_cache_head_stride, dt_cache_row_stride;
+  int64_t ring_start_stride, prev_num_accepted_tokens_stride;
+  int64_t z_batch_stride, z_token_stride, z_head_stride;
+  const unsigned char* force_flush;  // (batch,) or null: not 0 folds whatever is live
+  int64_t force_flush_stride;
+  int slots_type;            // IndexType
+  int out_type;              // FloatType: that of x, or kFloat32
+  int starts_early;          // 1: before the kernel ahead has ended
+  int dt_softplus;           // 0 or 1
+  const int64_t* rand_seed;  // (1,) or null: round to nearest
+  int philox_rounds, layer;  // of the random bits; layer -1: the seed as it is
+  void* state_copy;          // (num_slots, nheads, bytes...) read instead, or null
+  int64_t state_copy_slot_stride, state_copy_head_stride;
+  const int* events;  // (num_slots,) of flushes, for their random bits, or null
+  int64_t events_stride;
+  unsigned* tickets;  // (num_slots,) of zeros, which are zeros again behind the step, or null
+  float* cb_scaled;   // (batch, nheads, words), scratch of two kernels, or null
+  float* cumAdt_vec;  // (batch, nheads, words), likewise
+  float* cb_old;      // (batch, nheads, words), likewise
+  // Of the form for many heads; the inverses are as `divide` takes them.
+  int64_t inverse_items_of_sequence, inverse_items_of_group;
+  int64_t inverse_flushes_of_sequence, inverse_flushes_of_group;
+  int heads_of_item, items_of_sequence, items_of_group;       // at most 8 heads
+  int heads_of_flush, flushes_of_sequence, flushes_of_group;  // of items that flush
+  int inverse_pieces;                                         // 2^16 / (head_dim / 8), rounded up
+  // Where a warp's share of shared memory begins behind the list, or a block's of a state with a
+  // copy: its bytes, and in them the places of the parts, as replayssm_cupy/schedule.py lays them
+  // out.
+  int nheads, batch;
+  int most_listed, bytes_of_list;  // sequences at a time, and their bytes before the shares
+  int bytes_of_share;
+  int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
+  int at_cursors;
+  int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
+  int shared_items;  // at the end of the list, which go to whichever warp is free; 0 without
+                     // tickets
+  int appends_late;  // 1: x of the one new row goes to the rings behind all items
 };
 
 // The record as a kernel sees it. An instance for one layout of the arrays knows sizes and strides

@@ -64,7 +64,39 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(ctypes.c_void_p, "state_scale"),
         *_fields(ctypes.c_int32, "state_scale_slot_bytes zero_padding"),
         *_fields(ctypes.c_void_p, "dt dt_bias A D"),
-        *_fields(ctypes.c_int32, "dt_sequence_bytes npredicted batch most_listed"),
+        *_fields(
+            ctypes.c_int32,
+            """dt_sequence_bytes slots_bytes dt_head_bytes dt_bias_bytes A_bytes D_bytes dt_type
+            dt_bias_type A_type D_type B_group_bytes B_cache_group_bytes B_token_bytes
+            B_cache_row_bytes C_group_bytes C_token_bytes x_head_bytes x_token_bytes
+            state_head_bytes state_scale_head_bytes x_cache_head_bytes x_cache_row_bytes
+            dt_token_bytes dt_cache_head_bytes dt_cache_row_bytes out_token_bytes
+            ring_start_bytes prev_num_accepted_tokens_bytes heads_per_group head_dim max_window
+            ring_buffer_len npredicted z_sequence_bytes z_head_bytes z_token_bytes""",
+        ),
+        *_fields(ctypes.c_void_p, "z cu_seqlens"),
+        *_fields(
+            ctypes.c_int64,
+            """slots_stride pad_slot_id C_batch_stride C_token_stride C_group_stride x_batch_stride
+            x_token_stride x_head_stride state_slot_stride state_head_stride
+            state_scale_slot_stride state_scale_head_stride x_cache_slot_stride
+            x_cache_head_stride x_cache_row_stride out_batch_stride out_token_stride
+            out_head_stride dt_batch_stride dt_token_stride dt_head_stride dt_bias_stride
+            A_stride D_stride B_batch_stride B_token_stride B_group_stride B_cache_slot_stride
+            B_cache_group_stride B_cache_row_stride dt_cache_slot_stride dt_cache_head_stride
+            dt_cache_row_stride ring_start_stride prev_num_accepted_tokens_stride z_batch_stride
+            z_token_stride z_head_stride""",
+        ),
+        *_fields(ctypes.c_void_p, "force_flush"),
+        *_fields(ctypes.c_int64, "force_flush_stride"),
+        *_fields(ctypes.c_int32, "slots_type out_type starts_early dt_softplus"),
+        *_fields(ctypes.c_void_p, "rand_seed"),
+        *_fields(ctypes.c_int32, "philox_rounds layer"),
+        *_fields(ctypes.c_void_p, "state_copy"),
+        *_fields(ctypes.c_int64, "state_copy_slot_stride state_copy_head_stride"),
+        *_fields(ctypes.c_void_p, "events"),
+        *_fields(ctypes.c_int64, "events_stride"),
+        *_fields(ctypes.c_void_p, "tickets cb_scaled cumAdt_vec cb_old"),
         *_fields(
             ctypes.c_int64,
             """inverse_items_of_sequence inverse_items_of_group inverse_flushes_of_sequence
@@ -73,47 +105,10 @@ class CheckpointingSsuParams(ctypes.Structure):
         *_fields(
             ctypes.c_int32,
             """heads_of_item items_of_sequence items_of_group heads_of_flush flushes_of_sequence
-            flushes_of_group shared_items appends_late bytes_of_list bytes_of_share at_group
-            at_head at_outputs at_products at_scales_of_C at_dt at_weights at_scales at_cursors
-            dt_softplus dt_type dt_bias_type A_type D_type out_type slots_type""",
-        ),
-        *_fields(ctypes.c_void_p, "tickets z cu_seqlens force_flush"),
-        *_fields(
-            ctypes.c_int64,
-            """pad_slot_id state_slot_stride x_cache_slot_stride B_cache_slot_stride
-            dt_cache_slot_stride x_batch_stride x_token_stride B_batch_stride B_token_stride
-            C_batch_stride C_token_stride dt_batch_stride dt_token_stride out_batch_stride
-            out_token_stride state_scale_slot_stride z_batch_stride z_token_stride z_head_stride
-            force_flush_stride""",
-        ),
-        *_fields(ctypes.c_void_p, "rand_seed"),
-        *_fields(ctypes.c_int32, "philox_rounds layer"),
-        *_fields(ctypes.c_void_p, "events"),
-        *_fields(ctypes.c_int64, "events_stride"),
-        *_fields(ctypes.c_void_p, "state_copy"),
-        *_fields(ctypes.c_int64, "state_copy_slot_stride state_copy_head_stride"),
-        *_fields(ctypes.c_void_p, "cb_scaled cumAdt_vec cb_old"),
-        *_fields(
-            ctypes.c_int32,
-            """cb_scaled_words cumAdt_vec_words cb_old_words starts_early nheads heads_per_group
-            head_dim max_window ring_buffer_len inverse_pieces""",
-        ),
-        *_fields(
-            ctypes.c_int64,
-            """slots_stride C_group_stride x_head_stride state_head_stride state_scale_head_stride
-            x_cache_head_stride x_cache_row_stride out_head_stride dt_head_stride dt_bias_stride
-            A_stride D_stride B_group_stride B_cache_group_stride B_cache_row_stride
-            dt_cache_head_stride dt_cache_row_stride ring_start_stride
-            prev_num_accepted_tokens_stride""",
-        ),
-        *_fields(
-            ctypes.c_int32,
-            """slots_bytes dt_head_bytes dt_bias_bytes A_bytes D_bytes B_group_bytes
-            B_cache_group_bytes B_token_bytes B_cache_row_bytes C_group_bytes C_token_bytes
-            x_head_bytes x_token_bytes state_head_bytes state_scale_head_bytes
-            x_cache_head_bytes x_cache_row_bytes dt_token_bytes dt_cache_head_bytes
-            dt_cache_row_bytes out_token_bytes ring_start_bytes prev_num_accepted_tokens_bytes
-            z_sequence_bytes z_head_bytes z_token_bytes""",
+            flushes_of_group inverse_pieces nheads batch most_listed bytes_of_list
+            bytes_of_share at_group at_head at_outputs at_products at_scales_of_C at_dt
+            at_weights at_scales at_cursors cb_scaled_words cumAdt_vec_words cb_old_words
+            shared_items appends_late""",
         ),
     ]
 

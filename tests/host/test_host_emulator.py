@@ -188,7 +188,9 @@ def test_modules_do_not_share_state():
         reverse("kDeadlock", two)
     assert reverse("kNone", one)
     assert reverse("kNone", two)
-    libraries = [runner._modules["toy.cu", "reverse<Fault::kNone>"].path for runner in (one, two)]
+    libraries = [
+        runner._modules["toy.cu", "reverse<Fault::kNone>", ""].path for runner in (one, two)
+    ]
     assert libraries[0] != libraries[1]
     symbols = subprocess.run(
         ["nm", "-D", "--defined-only", libraries[0]], capture_output=True, text=True, check=True
