@@ -71,7 +71,7 @@ struct CheckpointingSsuRecord {
   const void* A;        // (nheads,)
   const void* D;        // (nheads,) or null
   int dt_sequence_bytes, slots_bytes;
-  // What an instance for one layout knows, or that is rare.
+  // From here on nothing is in order of use.
   int dt_head_bytes, dt_bias_bytes, A_bytes, D_bytes;
   int dt_type, dt_bias_type, A_type, D_type;  // FloatType
   int B_group_bytes, B_cache_group_bytes, B_token_bytes, B_cache_row_bytes;

@@ -198,8 +198,8 @@ struct DecayWarp : Block<kTokens, kPlain> {
     return v;
   }
 
-  // dt of ring row r as the ring has it, from the lanes that have them. Long rings lie by their
-  // live rows.
+  // dt of old row j from the lane that has it: the one of its place in the ring, or lane j where
+  // rows do not go by their places.
   __device__ __forceinline__ float dt_of_row(float dt, int j) const {
     const int place = has(kByPlace) ? ring_row(request.window.start, j, params.ring_buffer_len) : j;
     return __shfl_sync(kAllLanes, dt, place);

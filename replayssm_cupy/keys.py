@@ -1,7 +1,8 @@
 """What is fixed when a kernel is compiled: one frozen dataclass per kernel.
 
 A key is the compile cache's key, the list of legal values, and the only place that spells the
-kernel's C++ name expression. Everything else is a run-time value in the parameter record.
+kernel's C++ name expression. Everything else is a run-time value in the parameter record, but for
+instances that know the layout of their arrays (:class:`LayoutKey`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ PRECOMPUTE_HEADS = 8  # of a block: kHeadsOfItem
 TWO_KERNEL_HEADS: dict[tuple[str, int], float] = {}
 
 # Of the small form: rows p that a warp takes at once and a block has at most, rows of ring and step
-# that its lanes are there for, and warps that weigh them.
+# that its lanes are there for, and warps that multiply C with B.
 ROWS_OF_WARP, MOST_ROWS_OF_BLOCK = 4, 64
 STEP_ROWS, PRODUCT_WARPS = 24, 3
 RESIDENT_WARPS = 32, 16  # of a multiprocessor with its registers, dstate up to 128 and beyond
@@ -347,7 +347,7 @@ class Spread(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return self.state_warps + PRODUCT_WARPS + 1  # that appends x and weighs a flush
+        return self.state_warps + PRODUCT_WARPS + 1  # the decay warp
 
 
 def most_quads(key: SmallCheckpointingSsuKey) -> int:

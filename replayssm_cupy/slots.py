@@ -483,7 +483,7 @@ def warm_up(
         "max_window": max_window,
         "ring_buffer_len": ring_buffer_len,
     }
-    layout = _layout_of(sizes, npredicted)
+    layout = _layout_of_sizes(sizes, npredicted)
     keys: list[Key] = [AdvanceRingKey(), ResetSlotsKey()]
     for tokens in (least for least in TOKENS_OF_FORMS if least <= npredicted):
         keys += step_keys(state, activation, dstate, tokens)
@@ -500,7 +500,7 @@ def warm_up(
         compiler.load(keys, device)
 
 
-def _layout_of(sizes: dict[str, int | None], npredicted: int) -> Layout | None:
+def _layout_of_sizes(sizes: dict[str, int | None], npredicted: int) -> Layout | None:
     """Of `nheads`, `ngroups`, `head_dim`, `max_window` and `ring_buffer_len`, if they are given."""
     if all(size is None for size in sizes.values()):
         return None

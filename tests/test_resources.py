@@ -213,6 +213,22 @@ def test_table(compiled, capsys):
     assert cells["advance_ring"] == ["168", "512", "-", "8", "16", "-", "-", "-"]
 
 
+def test_kernels_of_a_layout(compiled, capsys):
+    """Only those that decode, with the launches of the generic ones."""
+    assert main(["kernels", "--layout", "64,8,64,16,17", "--json"]) == 0
+    rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)}
+    decoding = [key for key in keys.every_key() if isinstance(key, keys.CheckpointingSsuKey)]
+    assert {*rows} == {key.name_expression for key in decoding}
+    assert all(row["threads"] and row["dynamic_shared_bytes"] for row in rows.values())
+
+
+@pytest.mark.parametrize("layout", ["64,8,64,16", "64,8,64,16,x", "64,8,64,16,-17"])
+def test_a_layout_that_is_none(layout, capsys):
+    assert main(["kernels", "--layout", layout]) == 2
+    names = "nheads,heads_per_group,head_dim,max_window,ring_buffer_len"
+    assert capsys.readouterr().err == f"error: layout: expected {names}, got {layout}\n"
+
+
 def test_unknown_target(capsys):
     assert main(["kernels", "--arch", "sm_70"]) == 2
     assert capsys.readouterr().err.startswith("error: arch: expected one of sm_80, ")
