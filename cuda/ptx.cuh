@@ -212,15 +212,10 @@ __device__ __forceinline__ unsigned atomic_count_global(unsigned* address, unsig
   return before;
 }
 
-// Named barriers: `threads` of a block meet at barrier kId, those that only arrive go on at once.
+// `threads` of a block meet at barrier kId.
 template <int kId>
 __device__ __forceinline__ void barrier_sync(unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
-}
-
-template <int kId>
-__device__ __forceinline__ void barrier_arrive(unsigned threads) {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 // Copies 16 or 4 bytes in the background. A thread's copies since its last commit are one group.

@@ -146,7 +146,7 @@ struct ProductWarp : Block<kTokens, kPlain> {
     if (g() < 2 * kTokens) {
       shared.weights[rows + 2 * t() + second_row()][token_of_lane()].product = product;
     }
-    ptx::barrier_arrive<1>(params.threads);
+    ptx::barrier_sync<1>(params.threads);
     Base::find_window(in.start, in.live);
     if (is_last_warp()) append(in);
     if (request.window.flush) put_rows(in);
@@ -307,7 +307,7 @@ struct DecayWarp : Block<kTokens, kPlain> {
     const float sum = behind + (0 < request.window.live ? of_row : 0.0f);  // of all, as lane 0
     put_decays(of_row, behind, new_dt, A * kLog2e);
     put_decays_of_new(sum, new_dt, A * kLog2e, D);
-    if (request.window.q > 0) ptx::barrier_arrive<1>(params.threads);
+    if (request.window.q > 0) ptx::barrier_sync<1>(params.threads);
     append(x, new_dt);
     if (!request.window.flush) return 0;
     put_fold_weights(shared.fold_weights, Decays(lane < request.window.live ? of_row : 0.0f, A));

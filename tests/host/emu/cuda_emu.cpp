@@ -243,7 +243,7 @@ void block_barrier() {
   wait_until(&block.barrier_generation, ~0ull, generation, "__syncthreads");
 }
 
-void named_barrier(int id, unsigned threads, bool wait) {
+void named_barrier(int id, unsigned threads) {
   NamedBarrier& barrier = g_block->named[id];
   if (barrier.arrived && barrier.threads != threads)
     throw Error("barrier " + std::to_string(id) + ": a thread expects " + std::to_string(threads) +
@@ -253,7 +253,7 @@ void named_barrier(int id, unsigned threads, bool wait) {
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     barrier.generation = generation + 1;
-  } else if (wait) {
+  } else {
     wait_until(&barrier.generation, ~0ull, generation, "bar.sync");
   }
 }

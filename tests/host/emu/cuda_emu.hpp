@@ -101,8 +101,8 @@ void wait_until(const volatile uint64_t* word, uint64_t mask, uint64_t value, co
 
 void block_barrier();
 
-// The caller arrives at barrier `id`, which opens for `threads` of them; it waits there or goes on.
-void named_barrier(int id, unsigned threads, bool wait);
+// The caller waits at barrier `id`, which opens for `threads` of them.
+void named_barrier(int id, unsigned threads);
 
 // Behind it a thread sees what the kernel ahead writes; before, all bits there are set.
 void wait_for_kernel_ahead();

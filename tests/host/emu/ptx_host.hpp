@@ -140,11 +140,7 @@ inline T* computed_now(T* p) {
 
 template <int kId>
 void barrier_sync(unsigned threads) {
-  emu::named_barrier(kId, threads, true);
-}
-template <int kId>
-void barrier_arrive(unsigned threads) {
-  emu::named_barrier(kId, threads, false);
+  emu::named_barrier(kId, threads);
 }
 
 inline void expect_aligned(const char* name, const void* address) {
