@@ -8,9 +8,11 @@
 // Equals reference.replay_step. Grid: one block per multiprocessor, which stays. A warp works
 // alone: it takes an item, which is a sequence and some heads of one group, prepares the weights of
 // its rows, and streams the states of its heads, some slabs of 16 rows p at a time, through shared
-// memory while it computes on those that came before. Writes `out`, the new ring rows, and the
-// checkpoint on flush; counts in one of `tickets`, which is 0 again behind it. Never reads a dead
-// ring row, never writes a live one, touches nothing of a padded row but `out`.
+// memory while it computes on those that came before. The first sequences are not sorted by whether
+// they flush: a warp whose item is one of theirs asks for states while the cursors come. Writes
+// `out`, the new ring rows, and the checkpoint on flush; counts in one of `tickets`, which is 0
+// again behind it. Never reads a dead ring row, never writes a live one, touches nothing of a
+// padded row but `out`.
 //
 // A prepared step is the second of two kernels: precompute.cu has left the weights in the caller's
 // scratch, so a warp asks for them like for rows, and of B for old rows that are folded. The new
@@ -25,6 +27,41 @@ using namespace replay;
 template <class State, int kDstate>
 constexpr int kSlabsOfStage = kDstate * sizeof(State) <= 128 ? 2 : 1;
 constexpr int kStages = 2;
+
+// Whether a warp may know its first item before the list is there: not with states of 8 bits, where
+// instructions count.
+template <class State>
+constexpr bool kKnowsFirst = sizeof(State) > 1;
+
+// Whether rows of x may have no padding and outputs be of 16 bits, where one more warp fits then.
+template <class State>
+constexpr bool kMayBeTight = sizeof(State) == 4;
+
+// Where an item lies: its sequence, among those that flush or among the others, the group in it,
+// and the first head in that.
+struct Found {
+  unsigned n, group;
+  int first;
+};
+
+// Item `index` of those of the sequences that flush, or of the others.
+__device__ __forceinline__ Found find_item(const CheckpointingSsuParams& params, unsigned index,
+                                           bool flush) {
+  const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
+  const unsigned of_group = flush ? params.flushes_of_group : params.items_of_group;
+  const int heads = flush ? params.heads_of_flush : params.heads_of_item;
+  const unsigned n =
+      divide(index, flush ? params.inverse_flushes_of_sequence : params.inverse_items_of_sequence);
+  const unsigned of_n = index - n * of_sequence;
+  const unsigned group =
+      divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
+  return {n, group, static_cast<int>(of_n - group * of_group) * heads};
+}
+
+// The first one that a warp takes.
+__device__ __forceinline__ unsigned first_index() {
+  return __shfl_sync(kAllLanes, threadIdx.x >> 5, 0) * gridDim.x + blockIdx.x;
+}
 
 // Heads of one group of a sequence of the list, from `head` on.
 struct Item {
@@ -62,13 +99,14 @@ struct Worker {
   unsigned char* const memory;  // the warp's share
   const typename Slab::Offsets copied, read;
   const unsigned all_stages, head_bytes;
-  float* const outputs;       // the lane's own of a head's first slab
-  const float* const stored;  // those that it stores first
+  const OutputRows<kMayBeTight<State>> outputs;
+  const unsigned char* const stored;  // those that the lane stores first
   // What is asked for.
   Ahead ahead;
   int place;                  // of the stage that is asked for next
   Item next;                  // the last one that was taken; 0 heads behind the last of all
   int group_due;              // 1: its B and C are not asked for yet
+  unsigned asked;             // 1: for the first stage, before the list was there
   NewDt<kTokenTiles> new_dt;  // of its heads, as are A, D and dt_bias
   HeadConstants constants;
   // What is worked on.
@@ -77,6 +115,7 @@ struct Worker {
   unsigned stage;          // the one that was read
   int parity;              // of the tile of its rows
   int folding;             // 1: the item needs its B to the end
+  int appends_B;           // of this group, or -1
   int second;              // 1: weights from scratch are in the second of two places
   const float* of_head;    // its weights
   const float* of_scales;  // the lane's own
@@ -90,7 +129,7 @@ struct Worker {
                                     unsigned char* of_warp)
       : params(p),
         list(l),
-        shape(p, p.max_window),
+        shape(p, p.max_window, kMayBeTight<State> && p.tight_rows != 0 ? 0 : 16),
         weight_shape{p.npredicted},
         spread_x(Spread::of_warp(lane.index, p.head_dim / 8, p.inverse_pieces)),
         spread_B(threadIdx.x & 31, 32, kDstate / 8),
@@ -100,9 +139,10 @@ struct Worker {
         all_stages(
             ptx::opaque(static_cast<unsigned>(p.head_dim / kRows + kStageSlabs - 1) / kStageSlabs)),
         head_bytes(ptx::opaque(static_cast<unsigned>(shape.head_bytes()))),
-        outputs(ptx::kept(outputs_of_lane(floats(p.at_outputs), shape.y_pitch() / 4, lane))),
-        stored(ptx::kept(floats(p.at_outputs) + spread_x.row * (shape.y_pitch() / 4) +
-                         8 * spread_x.piece)),
+        outputs(memory + p.at_outputs, p, lane),
+        stored(ptx::kept(memory + p.at_outputs + spread_x.row * outputs.pitch +
+                         8 * outputs.bytes() * spread_x.piece)),
+        asked(0),
         constants(p, lane) {}
 
   // ---- what a warp works on ---------------------------------------------------------------------
@@ -159,39 +199,57 @@ struct Worker {
   // One of the last items, which all blocks share: some multiprocessors stream faster than others.
   // Each warp asks until it gets none, which makes the counter 0 again.
   __device__ __forceinline__ unsigned take_ticket(unsigned shared) const {
-    unsigned* tickets = params.tickets + list.entry(params, 0, listed).slot;
+    int n = 0;
+    while (kKnowsFirst<State> && list.entry(params, n, listed).slot < 0) ++n;
+    unsigned* tickets = params.tickets + list.entry(params, n, listed).slot;
     const unsigned warps = gridDim.x * (blockDim.x >> 5);
     return __shfl_sync(kAllLanes, ptx::atomic_count_global(tickets, shared + warps - 1), 0);
   }
 
-  // Takes the block's next item.
+  // Asks for the first stage of an item of an early sequence.
+  __device__ __forceinline__ void ask_early(const GivenSlot& given, const Found& item) {
+    const int slot = __shfl_sync(kAllLanes, given.slot(params), 0);
+    if (slot < 0) return;
+    const unsigned head = item.group * params.heads_per_group + item.first;
+    ahead.state = reinterpret_cast<const unsigned char*>(state_of(slot, head)) + 16 * lane.index;
+    ahead.stage = 0, place = 0;
+    ask_for_stage();
+    asked = 1;
+  }
+
+  // Takes the next item: one of the block's own, as long as there are any.
   __device__ __forceinline__ void take_item() {
-    unsigned index = take(list.taken) * gridDim.x + blockIdx.x;
     const unsigned flushes = listed.x * params.flushes_of_sequence;
     const unsigned all = flushes + listed.y * params.items_of_sequence;
-    const unsigned shared = min(all, static_cast<unsigned>(params.shared_items));
-    if (shared > 0 && index >= all - shared) index = all - shared + take_ticket(shared);
-    if (index >= all) {
-      next.heads = 0, ahead.heads = -1;
-      return;
+    const unsigned early = min(listed.x, params.early_sequences) * params.flushes_of_sequence;
+    const unsigned shared = min(all - early, static_cast<unsigned>(params.shared_items));
+    unsigned index =
+        kKnowsFirst<State> && heads < 0 ? first_index() : take(list.taken) * gridDim.x + blockIdx.x;
+    while (true) {
+      if (shared > 0 && index >= all - shared) index = all - shared + take_ticket(shared);
+      if (index >= all) {
+        next.heads = 0, ahead.heads = -1;
+        return;
+      }
+      const bool flush = index < flushes;  // its items have fewer heads
+      const Found item = find_item(params, flush ? index : index - flushes, flush);
+      const int most = flush ? params.heads_of_flush : params.heads_of_item;
+      next.entry = &list.entry(params, flush ? item.n : listed.x + item.n, listed);
+      next.group = item.group, next.head = item.group * params.heads_per_group + item.first;
+      next.heads = min(most, params.heads_per_group - item.first);
+      if (!kKnowsFirst<State> || next.entry->slot >= 0) break;
+      forget_early();
+      index = take(list.taken) * gridDim.x + blockIdx.x;
     }
-    const bool flush = index < flushes;  // its items have fewer heads
-    if (!flush) index -= flushes;
-    const unsigned of_sequence = flush ? params.flushes_of_sequence : params.items_of_sequence;
-    const unsigned of_group = flush ? params.flushes_of_group : params.items_of_group;
-    const int heads = flush ? params.heads_of_flush : params.heads_of_item;
-    unsigned n = divide(
-        index, flush ? params.inverse_flushes_of_sequence : params.inverse_items_of_sequence);
-    const unsigned of_n = index - n * of_sequence;
-    const unsigned group =
-        divide(of_n, flush ? params.inverse_flushes_of_group : params.inverse_items_of_group);
-    const int first = (of_n - group * of_group) * heads;
-    if (!flush) n += listed.x;
-    next.entry = &list.entry(params, n, listed);
-    next.group = group, next.head = group * params.heads_per_group + first;
-    next.heads = min(heads, params.heads_per_group - first);
     group_due = 1;
     begin_ahead();
+  }
+
+  // What came for an early sequence that has nothing to do.
+  __device__ __forceinline__ void forget_early() {
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    asked = ptx::opaque(0u);
   }
 
   __device__ __forceinline__ void begin_ahead() {
@@ -219,7 +277,8 @@ struct Worker {
     __syncwarp();  // all lanes have read what is overwritten
     if (ahead.stage == 0 && ahead.heads == 0) take_item();
     if (next.heads > 0) {
-      ask_for_stage();
+      if (!kKnowsFirst<State> || asked == 0) ask_for_stage();
+      if constexpr (kKnowsFirst<State>) asked = ptx::opaque(0u);
       if (ahead.stage == 0) ask_for_head();
       if (++ahead.stage == all_stages) ahead.stage = 0, ahead.state += bytes_to_next_head();
     }
@@ -328,7 +387,8 @@ struct Worker {
   // ---- what it computes -------------------------------------------------------------------------
 
   // One round asks for a stage, finishes the one that was read before, and reads the next one. The
-  // first round only asks.
+  // first round only asks. The weights of an item are made behind the reading of its first stage,
+  // while more of them come; a fold needs them first, which takes a round without a stage.
   __device__ __forceinline__ void run(int2 of_list) {
     static_assert(kStages == 2, "one round that only asks");
     Readers<State, Act, kDstate, kTokenTiles> readers;
@@ -336,37 +396,45 @@ struct Worker {
     listed = of_list;
     ahead.heads = 0, ahead.stage = 0, ahead.parity = 1, place = 0;
     heads = -1, parity = 0, group_due = 0, folding = kPrepared, second = 0;
+    unsigned weights_due = 0, holds = 0;  // 1: a stage that is not read before the weights are made
 #pragma unroll 1
     while (true) {
-      ask();
-      if (heads > 0) finish(acc);
-      if (heads > 0 && group_due == 0) {
-        wait_for_stage();
-      } else {
-        const bool begins = heads == 0;
-        // From here on the scratch is there, and anything may be written.
-        if (kPrepared && begins) ptx::grid_dependency_wait();
-        const bool asks = group_due > (begins ? 0 : folding);
-        if (asks) {
-          ask_for_group();
-          ptx::cp_async_commit();
-          group_due = 0;
-        }
-        if (heads < 0) {
-          heads = 0;
-          continue;
-        }
-        if (asks && !begins) {
-          wait_for_stage<1>();
-        } else {
+      if (holds == 0) ask();
+      if (weights_due != 0) prepare_weights();
+      weights_due = ptx::opaque(0u);
+      if (holds == 0) {
+        if (heads > 0) finish(acc);
+        if (heads > 0 && group_due == 0) {
           wait_for_stage();
-        }
-        if (begins) {
-          if (next.heads == 0) break;
-          begin_item();
-          readers.load(group(), request.window, lane);
+        } else {
+          const bool begins = heads == 0;
+          // From here on the scratch is there, and anything may be written.
+          if (kPrepared && begins) ptx::grid_dependency_wait();
+          const bool asks = group_due > (begins ? 0 : folding);
+          if (asks) {
+            ask_for_group();
+            ptx::cp_async_commit();
+            group_due = 0;
+          }
+          if (heads < 0) {
+            heads = 0;
+            continue;
+          }
+          if (asks && !begins) {
+            wait_for_stage<1>();
+          } else {
+            wait_for_stage();
+          }
+          if (begins) {
+            if (next.heads == 0) break;
+            begin_item();
+            readers.load(group(), request.window, lane);
+            weights_due = ptx::opaque(1u), holds = ptx::opaque(static_cast<unsigned>(folding));
+            if (holds != 0) continue;
+          }
         }
       }
+      holds = ptx::opaque(0u);
       read_stage(acc, readers);
     }
     ptx::cp_async_wait<0>();
@@ -387,15 +455,8 @@ struct Worker {
     request = unpack_request(*next.entry);
     folding = request.window.flush;
     head = next.head, heads = next.heads, stage = 0;
-    prepare();
-    of_lane = WeightsOfLane<kTokenTiles>(weight_shape, request.window, lane);
-    of_head = weights(0);
-    new_rows = ptx::opaque(static_cast<unsigned>(
-        in_order().row(request.window, lane.transposed_row()) * shape.x_pitch +
-        lane.transposed_column()));
-    out = out_of_token(params, request, head, spread_x.row) + 8 * spread_x.piece;
-    appended = appended_x(spread_x.row, head);
-    find_rows();
+    appends_B = head == next.group * params.heads_per_group ? next.group : -1;
+    prepare_operands();
   }
 
   // Those of the head, by its parity.
@@ -404,21 +465,11 @@ struct Worker {
     if constexpr (convert::kScaled<State>) of_scales = ptx::kept(scales(parity) + lane.g);
   }
 
-  __device__ __forceinline__ bool is_first_of_group() const {
-    return head == next.group * params.heads_per_group;
-  }
-
-  // The weights of all heads, unless they come from scratch; C and, of a flush, B as operands.
-  __device__ __forceinline__ void prepare() {
+  // What reading takes: C as an operand. Its products with B come before, as it may change there.
+  __device__ __forceinline__ void prepare_operands() {
     const Window& window = request.window;
-    float* products = floats(params.at_products);
-    float* scales_of_C = floats(params.at_scales_of_C);
-    float constant = 0.0f;
-    if constexpr (kPrepared) {
-      second = !second;
-    } else {
-      constant = constants.value();
-      new_dt.put(dt(0) + first_token(window), params, window.q, heads, constant, lane);
+    if constexpr (!kPrepared) {
+      float* products = floats(params.at_products);
       put_products<Act, kDstate, kTokenTiles>(products, group(), window, lane,
                                               [&](int j) { return in_order().row(window, j); });
       if (window.flush) {
@@ -427,17 +478,39 @@ struct Worker {
             [&](int j) { return in_order().old_row(window, j); });
       }
       __syncwarp();
-      append_dt(params, request, head, heads, dt(0), lane);
-      if (is_first_of_group()) append_B(params, request, next.group, group(), spread_B);
     }
-    prepare_C<kScaledC<State, Act>>(scales_of_C, group(), window.q, lane);
+    prepare_C<kScaledC<State, Act>>(floats(params.at_scales_of_C), group(), window.q, lane);
+    __syncwarp();
+  }
+
+  // The weights of all heads, unless they come from scratch; of a flush, B as operands. Appends
+  // dt and B, as they are here.
+  __device__ __forceinline__ void prepare_weights() {
+    const Window& window = request.window;
+    float constant = 0.0f;
+    if constexpr (kPrepared) {
+      second = !second;
+    } else {
+      constant = constants.value();
+      new_dt.put(dt(0) + first_token(window), params, window.q, heads, constant, lane);
+      __syncwarp();
+      append_dt(params, request, head, heads, dt(0), lane);
+      if (appends_B >= 0) append_B(params, request, appends_B, group(), spread_B);
+    }
     if (window.flush) prepare_B<Checkpoint>(group(), in_order(), window, lane);
     __syncwarp();
     if constexpr (!kPrepared) {
-      put_weights_of_heads(weights(0), weight_shape, dt(0), heads, products, scales_of_C, constant,
-                           window, lane);
+      put_weights_of_heads(weights(0), weight_shape, dt(0), heads, floats(params.at_products),
+                           floats(params.at_scales_of_C), constant, window, lane);
       __syncwarp();
     }
+    of_lane = WeightsOfLane<kTokenTiles>(weight_shape, window, lane);
+    of_head = weights(0);
+    new_rows = ptx::opaque(static_cast<unsigned>(
+        in_order().row(window, lane.transposed_row()) * shape.x_pitch + lane.transposed_column()));
+    out = out_of_token(params, request, head, spread_x.row) + 8 * spread_x.piece;
+    appended = appended_x(spread_x.row, head);
+    find_rows();
   }
 
   // The next stage. What a fold takes is loaded for it and not kept.
@@ -498,13 +571,12 @@ struct Worker {
 
   __device__ __forceinline__ void finish_head() {
     __syncwarp();
-    const int pitch = shape.y_pitch() / 4;
-    const float* y = stored;
+    const unsigned char* y = stored;
     int64_t to = out;
 #pragma unroll 1
     for (int t = spread_x.row; t < request.window.q; t += spread_x.rows) {
-      store_outputs<Act>(params, to, y);
-      to += spread_x.rows * params.out_token_stride, y += spread_x.rows * pitch;
+      outputs.template store<Act>(params, to, y);
+      to += spread_x.rows * params.out_token_stride, y += spread_x.rows * outputs.pitch;
     }
     if (params.appends_late == 0) append_x();
     stage = 0, ++head, --heads, parity ^= 1;
@@ -557,14 +629,20 @@ constexpr int kMostThreads = kTokenTiles == 1 && kDstate <= 128 &&
 template <class State, class Act, int kDstate, int kTokenTiles, bool kPrepared, class Checkpoint>
 __device__ __forceinline__ void do_step(const CheckpointingSsuParams& params) {
   RequestList& list = *reinterpret_cast<RequestList*>(ptx::dynamic_smem());
-  const int warp = threadIdx.x >> 5;
-  GivenSlot slot = ask_for_slot(params, 0);
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   for (int first = 0; first < params.batch; first += params.most_listed) {
-    if (threadIdx.x == 0) list.taken = list.appended = 0;
-    if (first > 0) slot = ask_for_slot(params, first);
+    const int end = min(first + params.most_listed, params.batch);
+    const GivenSlot slot = ask_for_slot(params, first);
+    Found item = {};
+    if constexpr (kKnowsFirst<State>) item = find_item(params, first_index(), true);
+    const bool early = kKnowsFirst<State> && item.n < min(params.early_sequences, end - first);
+    const GivenSlot early_slot(params, first + (early ? item.n : 0));
+    const AskedRow asked = ask_for_row(params, first + threadIdx.x, end, slot);
+    if (threadIdx.x == 0) list.taken = kKnowsFirst<State> ? warps : 0, list.appended = 0;
     Worker<State, Act, kDstate, kTokenTiles, kPrepared, Checkpoint> worker(
         params, list, ptx::dynamic_smem() + params.bytes_of_list + warp * params.bytes_of_share);
-    const int2 listed = list_requests(list, params, first, slot);
+    if (early) worker.ask_early(early_slot, item);
+    const int2 listed = list_requests(list, params, first, asked);
     worker.run(listed);
     if (params.appends_late != 0) append_x_of_all<Act>(list, params, listed);
     __syncthreads();

@@ -37,7 +37,7 @@ struct Head {
   __device__ __forceinline__ float* floats(int place) const {
     return reinterpret_cast<float*>(memory + place);
   }
-  __device__ __forceinline__ float* outputs() const { return floats(params.at_outputs); }
+  __device__ __forceinline__ unsigned char* outputs() const { return memory + params.at_outputs; }
   __device__ __forceinline__ float* products() const { return floats(params.at_products); }
   __device__ __forceinline__ float* scales_of_C() const { return floats(params.at_scales_of_C); }
   __device__ __forceinline__ float* dt() const {  // of the ring, then of the new tokens
@@ -266,15 +266,15 @@ struct Head {
     const Window& window = request.window;
     const WeightsOfLane<kTokenTiles> of_lane(weight_shape, window, lane);
     const Weights<kTokenTiles> of_head(weights(), of_lane);
+    const OutputRows<false> rows(outputs(), params, lane);
     finish_slabs(acc, of_head, weights() + weight_shape.old_rows(), of_lane,
                  head_rows().new_x(map, window, lane), head_rows(), map, row_of_warp(),
-                 params.head_dim, outputs_of_lane(outputs(), shape.y_pitch() / 4, lane), window,
-                 lane);
+                 params.head_dim, rows, window, lane);
     __syncwarp();
     for (int i = lane.index; i < 2 * window.q; i += 32) {
       const int t = i / 2, column = row_of_warp() + i % 2 * 8;
-      store_outputs<Act>(params, out_of_token(params, request, head, t) + column,
-                         outputs() + t * (shape.y_pitch() / 4) + column);
+      rows.template store<Act>(params, out_of_token(params, request, head, t) + column,
+                               outputs() + t * rows.pitch + column * rows.bytes());
     }
   }
 

@@ -130,9 +130,11 @@ struct CheckpointingSsuRecord {
   int at_group, at_head, at_outputs, at_products, at_scales_of_C, at_dt, at_weights, at_scales;
   int at_cursors;
   int cb_scaled_words, cumAdt_vec_words, cb_old_words;  // 4 bytes each, of a head
-  int shared_items;  // at the end of the list, which go to whichever warp is free; 0 without
-                     // tickets
-  int appends_late;  // 1: x of the one new row goes to the rings behind all items
+  int shared_items;     // at the end of the list, which go to whichever warp is free; 0 without
+                        // tickets
+  int appends_late;     // 1: x of the one new row goes to the rings behind all items
+  int early_sequences;  // at the beginning of a list, whose items are the first ones of warps
+  int tight_rows;       // 1: x without padding, outputs of 16 bits, see `kMayBeTight`
 };
 
 // The record as a kernel sees it. An instance for one layout of the arrays knows sizes and strides

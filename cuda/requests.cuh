@@ -28,14 +28,15 @@ __device__ __forceinline__ Request unpack_request(const Entry& entry) {
 
 constexpr int kMostWarps = 32;
 
-// In front of its entries: those that flush from the first on, the others from the last.
+// In front of its entries: early sequences and those that flush from the first on, the others from
+// the last. An early one that has nothing to do has slot -1.
 struct alignas(16) RequestList {
-  unsigned counts[kMostWarps];  // sequences of a warp: those that flush, others << 16
+  unsigned counts[kMostWarps];  // sequences of a warp: those in front, others << 16
   int taken, appended;          // items of this block, and parts of what is appended late
 
   __device__ __forceinline__ Entry* entries() { return reinterpret_cast<Entry*>(this + 1); }
 
-  // Sequence n in the order of work: those that flush come first.
+  // Sequence n in the order of work.
   __device__ __forceinline__ const Entry& entry(const CheckpointingSsuParams& params, int n,
                                                 int2 listed) {
     return entries()[n < listed.x ? n : params.most_listed - 1 - (n - listed.x)];
@@ -54,60 +55,74 @@ __device__ __forceinline__ GivenSlot ask_for_slot(const CheckpointingSsuParams& 
   return slot;
 }
 
-struct Cursors {
+// A sequence whose cursors were asked for.
+struct AskedRow {
+  Request request;
   int start, live;
   unsigned char forced;
+
+  __device__ __forceinline__ Request with_window(const CheckpointingSsuParams& params) const {
+    Request of_row = request;
+    if (of_row.slot >= 0) set_window(params, of_row, start, live, forced != 0);
+    return of_row;
+  }
 };
 
-// What follows does not wait for them.
-__device__ __forceinline__ Cursors ask_for_cursors(const CheckpointingSsuParams& params,
-                                                   const Request& request) {
-  Cursors cursors = {*ring_start_of(params, request.slot), *live_rows_of(params, request.slot), 0};
-  if (params.force_flush != nullptr) {
-    cursors.forced = params.force_flush[request.row * params.force_flush_stride];
+// Waits for the slot; what follows does not wait for the cursors. There are no rows from `end` on.
+__device__ __forceinline__ AskedRow ask_for_row(const CheckpointingSsuParams& params, int row,
+                                                int end, const GivenSlot& slot) {
+  AskedRow asked = {{-1, 0, 0, {0, 0, 0, false}}, 0, 0, 0};
+  if (row < end) {
+    asked.request = find_tokens(params, row);
+    asked.request.slot = slot.slot(params);
   }
-  return cursors;
+  if (asked.request.slot >= 0) {
+    asked.start = *ring_start_of(params, asked.request.slot);
+    asked.live = *live_rows_of(params, asked.request.slot);
+    if (params.force_flush != nullptr) {
+      asked.forced = params.force_flush[row * params.force_flush_stride];
+    }
+  }
+  ptx::keep_order();
+  return asked;
 }
 
-// Lists the sequences from `first` on that have something to do; `slot` is what was asked for.
-// Returns how many flush and how many do not.
+// Lists the sequences from `first` on: early ones, then those that flush, and the others that have
+// something to do. `asked` is the thread's first one. Returns how many are in front, and how
+// many are not.
 __device__ __forceinline__ int2 list_requests(RequestList& list,
                                               const CheckpointingSsuParams& params, int first,
-                                              GivenSlot slot) {
+                                              AskedRow asked) {
   const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const unsigned lower = (1u << lane) - 1u;
   const int end = min(first + params.most_listed, params.batch);
   int2 listed = make_int2(0, 0);
   for (int base = first; base < end; base += static_cast<int>(blockDim.x)) {
     const int row = base + static_cast<int>(threadIdx.x);
-    Request request = {-1, 0, 0, {0, 0, 0, false}};
-    Cursors cursors = {};
-    if (row < end) {
-      request = find_tokens(params, row);
-      request.slot = slot.slot(params);
-      if (request.slot >= 0) cursors = ask_for_cursors(params, request);
-    }
-    if (request.slot >= 0) {
-      set_window(params, request, cursors.start, cursors.live, cursors.forced != 0);
-    }
+    Request request = asked.with_window(params);
     const bool flush = request.slot >= 0 && request.window.flush;
-    const bool stay = request.slot >= 0 && !flush && request.window.q > 0;
-    const unsigned flushing = __ballot_sync(kAllLanes, flush);
+    const bool works = flush || (request.slot >= 0 && request.window.q > 0);
+    const bool front = flush || row < min(first + params.early_sequences, end);
+    const bool stay = works && !front;
+    if (!works) request.slot = -1, request.window.q = 0;
+    const unsigned in_front = __ballot_sync(kAllLanes, front);
     const unsigned staying = __ballot_sync(kAllLanes, stay);
-    if (lane == 0) list.counts[warp] = __popc(flushing) | __popc(staying) << 16;
+    if (lane == 0) list.counts[warp] = __popc(in_front) | __popc(staying) << 16;
     __syncthreads();
     const unsigned count = lane < warps ? list.counts[lane] : 0;
     const unsigned before = __reduce_add_sync(kAllLanes, lane < warp ? count : 0);
     const unsigned all = __reduce_add_sync(kAllLanes, count);
-    if (flush | stay) {
+    if (front | stay) {
       const int first_stay = params.most_listed - 1 - listed.y - (before >> 16);
-      const int place = flush ? listed.x + (before & 0xffff) + __popc(flushing & lower)
+      const int place = front ? listed.x + (before & 0xffff) + __popc(in_front & lower)
                               : first_stay - __popc(staying & lower);
       list.entries()[place] = pack_request(request);
     }
     listed.x += all & 0xffff, listed.y += all >> 16;
     const int next = base + static_cast<int>(blockDim.x);
-    if (next < end) slot = ask_for_slot(params, next);
+    if (next < end) {
+      asked = ask_for_row(params, next + threadIdx.x, end, ask_for_slot(params, next));
+    }
     __syncthreads();
   }
   return listed;

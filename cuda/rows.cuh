@@ -192,19 +192,18 @@ struct RingRows {
   }
 };
 
-// Sizes in bytes. The pitch of x keeps the reads of a fragment apart in the banks: eight rows at
+// Sizes in bytes. With padding, the reads of a fragment of x are apart in the banks: eight rows at
 // once, 16 bytes each.
 template <class Act, int kDstate>
 struct TileShape {
   int x_pitch, old_rows, tokens;
   int gated;  // 0 or 1
 
-  __device__ TileShape(const CheckpointingSsuParams& params, int most_old_rows)
-      : x_pitch(params.head_dim * static_cast<int>(sizeof(Act)) + 16),
+  __device__ TileShape(const CheckpointingSsuParams& params, int most_old_rows, int padding = 16)
+      : x_pitch(params.head_dim * static_cast<int>(sizeof(Act)) + padding),
         old_rows(most_old_rows),
         tokens(params.npredicted),
         gated(ptx::opaque(params.z != nullptr ? 1u : 0u)) {}
-  __device__ int y_pitch() const { return x_pitch * 2 - 16; }  // of outputs in float32
   __device__ int head_bytes() const { return (old_rows + (1 + gated) * tokens) * x_pitch; }
 };
 

@@ -402,26 +402,69 @@ __device__ __forceinline__ void gate(float (&acc)[kTokenTiles][4], const unsigne
   }
 }
 
-// Where a lane's outputs of a slab lie: `y` is row 0, the slab's first column.
-__device__ __forceinline__ float* outputs_of_lane(float* y, int pitch, const Lane& lane) {
-  return y + 2 * lane.t * pitch + lane.g;
-}
+// Rows of outputs in shared memory: float32, or, where space counts, of the type of x.
+template <bool kMayBeNarrow>
+struct OutputRows {
+  unsigned char* of_lane;  // its first one of the first slab
+  int pitch;               // of a row, in bytes
+  unsigned narrow;         // 0 or 1
 
-// Hands the outputs of a slab to rows of shared memory.
-template <int kTokenTiles>
-__device__ __forceinline__ void put_outputs(const float (&acc)[kTokenTiles][4], float* of_lane,
-                                            int pitch, int q, const Lane& lane) {
+  __device__ __forceinline__ OutputRows(unsigned char* rows, const CheckpointingSsuParams& params,
+                                        const Lane& lane)
+      : narrow(kMayBeNarrow && params.tight_rows != 0 && params.out_type != kFloat32) {
+    if constexpr (kMayBeNarrow) narrow = ptx::opaque(narrow);
+    pitch = params.head_dim * bytes() + (is_narrow() ? 0 : 16);
+    of_lane = ptx::kept(rows + 2 * lane.t * pitch + lane.g * bytes());
+  }
+  __device__ __forceinline__ bool is_narrow() const { return kMayBeNarrow && narrow != 0; }
+  __device__ __forceinline__ int bytes() const { return is_narrow() ? 2 : 4; }
+
+  // Those of a slab, `first_row` behind the first one.
+  template <class Act, int kTokenTiles>
+  __device__ __forceinline__ void put(const float (&acc)[kTokenTiles][4], int first_row, int q,
+                                      const Lane& lane) const {
 #pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) {
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (8 * tile + 2 * lane.t + e < q) {
-        float* to = of_lane + (8 * tile + e) * pitch;
-        to[0] = acc[tile][e], to[8] = acc[tile][e + 2];
+      for (int e = 0; e < 2; ++e) {
+        if (8 * tile + 2 * lane.t + e >= q) continue;
+        unsigned char* row = of_lane + (8 * tile + e) * pitch;
+        const float2 y = make_float2(acc[tile][e], acc[tile][e + 2]);
+        if (is_narrow()) {
+          const uint32_t pair = convert::pack<Act>(y);
+          auto* to = reinterpret_cast<unsigned short*>(row) + first_row;
+          to[0] = pair & 0xffff, to[8] = pair >> 16;
+        } else {
+          float* to = reinterpret_cast<float*>(row) + first_row;
+          to[0] = y.x, to[8] = y.y;
+        }
       }
     }
   }
-}
+
+  // Stores eight outputs that lie together, rounded if they are not yet.
+  template <class Act>
+  __device__ __forceinline__ void store(const CheckpointingSsuParams& params, int64_t index,
+                                        const unsigned char* y) const {
+    const uint4* from = reinterpret_cast<const uint4*>(y);
+    if (params.out_type == kFloat32) {
+      uint4* out = reinterpret_cast<uint4*>(static_cast<float*>(params.out) + index);
+      out[0] = from[0], out[1] = from[1];
+      return;
+    }
+    uint4 eight;
+    if (is_narrow()) {
+      eight = from[0];
+    } else {
+      const float4 a = reinterpret_cast<const float4*>(y)[0],
+                   b = reinterpret_cast<const float4*>(y)[1];
+      eight = make_uint4(
+          convert::pack<Act>(make_float2(a.x, a.y)), convert::pack<Act>(make_float2(a.z, a.w)),
+          convert::pack<Act>(make_float2(b.x, b.y)), convert::pack<Act>(make_float2(b.z, b.w)));
+    }
+    *reinterpret_cast<uint4*>(static_cast<Act*>(params.out) + index) = eight;
+  }
+};
 
 // Takes the scales of rows g and g + 8 into the sums over a slab's codes.
 template <int kTokenTiles>
@@ -434,17 +477,15 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kTokenTiles][4], const f
 }
 
 // From the sums over the checkpoint to the outputs of some slabs, of which row `first_row` is the
-// first: decayed, the rows added, gated, and handed to `y`, the lane's outputs of the head's first
-// slab; slabs behind the head are not handed on. `new_x` is what the tile's function gives. In a
-// flush the old rows are apart, and so are their weights.
-template <class Act, int kDstate, int kSlabs, int kTokenTiles, class Map>
-__device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4],
-                                             const Weights<kTokenTiles>& weights,
-                                             const float* old_weights,
-                                             const WeightsOfLane<kTokenTiles>& of_lane,
-                                             ptx::smem_t new_x, const HeadTile<Act, kDstate>& rows,
-                                             const Map& map, int first_row, int head_dim, float* y,
-                                             const Window& window, const Lane& lane) {
+// first: decayed, the rows added, gated, and handed to `y`; slabs behind the head are not handed
+// on. `new_x` is what the tile's function gives. In a flush the old rows are apart, and so are
+// their weights.
+template <class Act, int kDstate, int kSlabs, int kTokenTiles, class Map, class Rows>
+__device__ __forceinline__ void finish_slabs(
+    float (&acc)[kSlabs][kTokenTiles][4], const Weights<kTokenTiles>& weights,
+    const float* old_weights, const WeightsOfLane<kTokenTiles>& of_lane, ptx::smem_t new_x,
+    const HeadTile<Act, kDstate>& rows, const Map& map, int first_row, int head_dim, const Rows& y,
+    const Window& window, const Lane& lane) {
 #pragma unroll
   for (int k = 0; k < kSlabs; ++k) {
 #pragma unroll
@@ -470,11 +511,10 @@ __device__ __forceinline__ void finish_slabs(float (&acc)[kSlabs][kTokenTiles][4
       gate<Act>(acc[k], rows.z() + first + k * kBytes, rows.shape.x_pitch, window, lane);
     }
   }
-  y += first_row;
 #pragma unroll
   for (int k = 0; k < kSlabs; ++k) {
     const int q = k > 0 && first_row + k * kRows >= head_dim ? 0 : window.q;
-    put_outputs(acc[k], y + k * kRows, rows.shape.y_pitch() / 4, q, lane);
+    y.template put<Act>(acc[k], first_row + k * kRows, q, lane);
   }
 }
 
@@ -486,21 +526,6 @@ __device__ __forceinline__ void store_output(const CheckpointingSsuParams& param
     reinterpret_cast<float*>(out)[index] = y;
   } else {
     reinterpret_cast<Act*>(out)[index] = convert::from_float<Act>(y);
-  }
-}
-
-// Rounds eight outputs that lie together and stores them.
-template <class Act>
-__device__ __forceinline__ void store_outputs(const CheckpointingSsuParams& params, int64_t index,
-                                              const float* y) {
-  const float4 a = reinterpret_cast<const float4*>(y)[0], b = reinterpret_cast<const float4*>(y)[1];
-  if (params.out_type == kFloat32) {
-    float4* out = reinterpret_cast<float4*>(static_cast<float*>(params.out) + index);
-    out[0] = a, out[1] = b;
-  } else {
-    *reinterpret_cast<uint4*>(static_cast<Act*>(params.out) + index) = make_uint4(
-        convert::pack<Act>(make_float2(a.x, a.y)), convert::pack<Act>(make_float2(a.z, a.w)),
-        convert::pack<Act>(make_float2(b.x, b.y)), convert::pack<Act>(make_float2(b.z, b.w)));
   }
 }
 

@@ -108,7 +108,7 @@ class CheckpointingSsuParams(ctypes.Structure):
             flushes_of_group inverse_pieces nheads batch most_listed bytes_of_list
             bytes_of_share at_group at_head at_outputs at_products at_scales_of_C at_dt
             at_weights at_scales at_cursors cb_scaled_words cumAdt_vec_words cb_old_words
-            shared_items appends_late""",
+            shared_items appends_late early_sequences tight_rows""",
         ),
     ]
 

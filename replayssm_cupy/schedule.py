@@ -189,7 +189,7 @@ def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
         return heads <= (8 if step.tokens == 1 else 2)
     wide = key.state_dtype == "float32"
     if step.tokens == 1:
-        return heads <= (8 if wide else 12)
+        return heads <= (16 if key.state_dtype in SCALED_FORMATS else 24 if wide else 32)
     return heads <= (2 if wide and step.tokens == 2 else 4)
 
 
@@ -243,19 +243,29 @@ def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, mos
 
 
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
-    """The one whose warps have least to do; an item costs about as much as one head more."""
+    """The one whose warps have least to do; an item costs about as much as one head more.
+
+    Rows of float32 states are tight where that makes room for a warp: their reads cost more.
+    """
 
     def work(launch: Schedule) -> int:
         items = -(-step.batch * launch.fields["items_of_sequence"] // max(1, launch.grid[0]))
         return -(-items // (launch.threads // 32)) * (launch.fields["heads_of_item"] + 1)
 
-    return min((_stream_of(key, step, on, n) for n in most_heads(key, step, on)), key=work)
+    launch = min((_stream_of(key, step, on, n) for n in most_heads(key, step, on)), key=work)
+    if key.state_dtype == "float32":
+        tight = _stream_of(key, step, on, 1, tight=True)
+        launch = tight if tight.threads > launch.threads else launch
+    return launch
 
 
-def _stream_of(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -> Schedule:
+def _stream_of(
+    key: CheckpointingSsuKey, step: Step, on: Processor, most: int, tight: bool = False
+) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
-    A warp takes up to `most` heads of a group at once: they share B and C.
+    A warp takes up to `most` heads of a group at once: they share B and C. If they give each warp
+    a first item that is the same whether it flushes, warps know theirs ahead of the list.
     """
     heads, items = _split(step.heads_per_group, most)
     flush_heads, flushes = _split(step.heads_per_group, most_flushing_heads(key, step, on, most))
@@ -265,6 +275,7 @@ def _stream_of(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -
         key, step, step.max_window,
         state_bytes=STAGES * slabs_of_stage(key) * slab,
         head_tiles=2,
+        tight=tight,
         heads=heads,
         dt_rows=2 * SLAB * heads,
         scales=2 * step.head_dim + SLAB,  # a slab behind the head is read, too, and dropped
@@ -288,8 +299,11 @@ def _stream_of(key: CheckpointingSsuKey, step: Step, on: Processor, most: int) -
         "inverse_flushes_of_sequence": inverse(groups * flushes),
         "inverse_flushes_of_group": inverse(flushes),
         "inverse_pieces": -(-(1 << 16) // (step.head_dim // 8)),
+        "tight_rows": int(tight),
     }
     share |= _shared_items(key, step, blocks, groups * items)
+    if heads == flush_heads and key.state_dtype not in (*SCALED_FORMATS, *COPY_DTYPES):
+        share["early_sequences"] = min(listed, blocks * warps // (groups * items))
     launch = Schedule(key, (blocks, 1, 1), 32 * warps, list_bytes + warps * size, share)
     if not isinstance(key, PreparedCheckpointingSsuKey):
         return launch
@@ -456,6 +470,7 @@ def _share(
     heads: int,
     dt_rows: int,
     scales: int,
+    tight: bool = False,
 ) -> dict[str, int]:
     """Where the parts of a share of shared memory lie, as fields of the record.
 
@@ -469,7 +484,9 @@ def _share(
     if prepared:
         dt_rows, heads = 0, 2 * heads
     size = itemsize(key.activation_dtype)
-    pitch, x_pitch = key.dstate * size, step.head_dim * size + 16  # `GroupTile`, `TileShape`
+    pitch, row = key.dstate * size, step.head_dim * size
+    narrow = tight and not step.flags & SmallFlag.WIDE_OUT
+    x_pitch, y_pitch = row + (0 if tight else 16), row if narrow else 2 * row + 16
     tokens = step.tokens
     products = 0 if prepared else 4 * 2 * SLAB * tokens
     B_rows = old_rows + (0 if prepared else tokens)
@@ -477,11 +494,11 @@ def _share(
         "": state_bytes,
         "at_group": tokens * pitch + max(B_rows * pitch, key.dstate * 32),
         "at_head": head_tiles * (old_rows + (2 if step.gated else 1) * tokens) * x_pitch,
-        "at_outputs": max(tokens * (2 * x_pitch - 16), products + 4 * tokens),
+        "at_outputs": max(tokens * y_pitch, products + 4 * tokens),
         "at_dt": 4 * dt_rows,
         "at_weights": 4 * heads * _weights(tokens),
         "at_scales": 4 * scales if key.state_dtype in SCALED_FORMATS else 0,
-        "at_cursors": 8,
+        "at_cursors": 8 if isinstance(key, SlabCheckpointingSsuKey) else 0,
     }
     share, end = {}, 0
     for name, length in parts.items():

@@ -13,6 +13,7 @@ from replayssm_cupy import ReplaySSMError, compiler, driver, plan
 from replayssm_cupy.arrays import Device
 from replayssm_cupy.keys import (
     AdvanceRingKey,
+    CheckpointingSsuKey,
     PlainCheckpointingSsuKey,
     replay_keys,
     two_kernel_key,
@@ -227,6 +228,45 @@ def test_items_of_codes(batch, tokens, heads):
     h200 = Processor(132, 227 << 10)
     launch = schedule("float8_e4m3fn", "bfloat16", 128, step, h200)
     assert launch.fields["heads_of_item"] == heads
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens", "few", "many"),
+    [("float32", 1, 49, 50), ("float16", 1, 66, 67), ("int8", 1, 33, 34), ("float32", 4, 8, 9)],
+)
+def test_few_heads_have_a_form_of_their_own(state, tokens, few, many):
+    for batch, small in ((few, True), (many, False)):
+        step = Step(batch, 64, 8, 64, tokens, 16, 16 + tokens, False)
+        key = schedule(state, "bfloat16", 128, step, Processor(132, 227 << 10)).key
+        assert (type(key) is not CheckpointingSsuKey) == small
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "tokens", "flags", "warps", "tight"),
+    [
+        ("float32", 32, 4, 0, 8, 1),
+        ("float32", 128, 4, 0, 7, 0),
+        ("float32", 32, 4, SmallFlag.WIDE_OUT, 7, 0),
+        ("float32", 128, 1, 0, 8, 0),
+        ("bfloat16", 32, 4, 0, 10, 0),
+    ],
+)
+def test_rows_are_tight_where_that_makes_room_for_a_warp(state, batch, tokens, flags, warps, tight):
+    step = Step(batch, 64, 8, 64, tokens, 16, 16 + tokens, False, flags=int(flags))
+    launch = schedule(state, "bfloat16", 128, step, Processor(132, 227 << 10))
+    assert (launch.threads // 32, launch.fields["tight_rows"]) == (warps, tight)
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "early"),
+    [("float32", 128, 16), ("bfloat16", 128, 49), ("bfloat16", 96, 0), ("int8", 128, 0)],
+)
+def test_warps_know_the_items_of_the_first_sequences(state, batch, early):
+    """Where those of sequences that flush have as many heads as the others."""
+    step = Step(batch, 64, 8, 64, 1, 16, 17, False)
+    launch = schedule(state, "bfloat16", 128, step, Processor(132, 227 << 10))
+    assert launch.fields.get("early_sequences", 0) == early
+    assert early * launch.fields["items_of_sequence"] <= launch.grid[0] * (launch.threads // 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

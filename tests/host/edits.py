@@ -232,7 +232,7 @@ EDITS = {
         ),
         (
             "list holds one sequence of a warp that flushes",
-            "(before & 0xffff) + __popc(flushing & lower)",
+            "(before & 0xffff) + __popc(in_front & lower)",
             "(before & 0xffff)",
         ),
         (
@@ -240,14 +240,33 @@ EDITS = {
             "first_stay - __popc(staying & lower)",
             "first_stay",
         ),
-        ("padding listed", "request.slot >= 0 && !flush", "row < end && !flush"),
+        (
+            "padding listed",
+            "flush || (request.slot >= 0 && request.window.q > 0)",
+            "flush || request.window.q > 0",
+        ),
+        (
+            "early sequences in the order of the others",
+            "flush || row < min(first + params.early_sequences, end)",
+            "flush",
+        ),
+        (
+            "an early sequence without work in its list",
+            "if (!works) request.slot = -1, request.window.q = 0;",
+            "",
+        ),
+        (
+            "cursors of a list's first rows for those behind",
+            "asked = ask_for_row(params, next + threadIdx.x, end,",
+            "asked = ask_for_row(params, first + threadIdx.x, end,",
+        ),
         ("late rows of the first token's row", "new_row(0, params", "new_row(1, params"),
         ("late rows of every eighth head", "min(first + kHeads, params", "min(first + 1, params"),
         ("late rows of sequences without tokens", "if (request.window.q == 0) continue;", ""),
         (
             "slots of a list's first rows for those behind",
-            "    if (next < end) slot = ask_for_slot(params, next);\n",
-            "",
+            "ask_for_slot(params, next)",
+            "ask_for_slot(params, first)",
         ),
         (
             "only the first token of padding zeroed",
@@ -261,6 +280,17 @@ EDITS = {
         ),
     ],
     "step.cuh": [
+        (
+            "narrow outputs read as wide ones",
+            "if (is_narrow()) {\n      eight",
+            "if (false) {\n      eight",
+        ),
+        ("narrow outputs of rows g twice", "to[8] = pair >> 16;", "to[8] = pair & 0xffff;"),
+        (
+            "wide outputs in narrow rows",
+            "params.tight_rows != 0 && params.out_type != kFloat32",
+            "params.tight_rows != 0",
+        ),
         (
             "numbers that are not there are those of A",
             "type = -1, of_lane = params.A;",
@@ -340,8 +370,8 @@ EDITS = {
     "checkpointing_ssu.cu": [
         (
             "only the first group appends B",
-            "return head == next.group * params.heads_per_group;",
-            "return head == 0;",
+            "head == next.group * params.heads_per_group ? next.group : -1;",
+            "head == 0 ? next.group : -1;",
         ),
         (
             "x of every head where the item's first one's belongs",
@@ -384,11 +414,15 @@ EDITS = {
             "(params.state) + slot * params.state_slot_stride",
             "(params.state) + int(slot * params.state_slot_stride)",
         ),
-        ("sequences that stay listed as those that flush", "    if (!flush) n += listed.x;\n", ""),
+        (
+            "sequences that stay listed as those that flush",
+            "flush ? item.n : listed.x + item.n",
+            "item.n",
+        ),
         (
             "item of the next group",
-            "next.group = group,",
-            "next.group = (group + 1) % (params.nheads / params.heads_per_group),",
+            "next.group = item.group,",
+            "next.group = (item.group + 1) % (params.nheads / params.heads_per_group),",
         ),
         (
             "last item of a list lost",
@@ -402,7 +436,7 @@ EDITS = {
         ("a ticket more for each warp", "next.heads = 0, ahead.heads = -1;", "next.heads = 0;"),
         (
             "tickets of the first slot",
-            "params.tickets + list.entry(params, 0, listed).slot",
+            "params.tickets + list.entry(params, n, listed).slot",
             "params.tickets",
         ),
         (
@@ -412,13 +446,55 @@ EDITS = {
         ),
         (
             "first block's items done by all",
-            "take(list.taken) * gridDim.x + blockIdx.x",
-            "take(list.taken) * gridDim.x",
+            ": take(list.taken) * gridDim.x + blockIdx.x;",
+            ": take(list.taken) * gridDim.x;",
+        ),
+        (
+            "first items of the first block in all",
+            "threadIdx.x >> 5, 0) * gridDim.x + blockIdx.x;",
+            "threadIdx.x >> 5, 0) * gridDim.x;",
+        ),
+        (
+            "first items dealt again",
+            "list.taken = kKnowsFirst<State> ? warps : 0,",
+            "list.taken = 0,",
+        ),
+        ("early items shared, too", "min(all - early, static_cast", "min(all, static_cast"),
+        (
+            "a ticket of a sequence without work",
+            "while (kKnowsFirst<State> && list.entry(params, n, listed).slot < 0) ++n;",
+            "",
+        ),
+        (
+            "early sequences without work have items",
+            "if (!kKnowsFirst<State> || next.entry->slot >= 0) break;",
+            "break;",
+        ),
+        ("what came early kept for another item", "      forget_early();\n", ""),
+        (
+            "states of the first sequence for all early ones",
+            "const GivenSlot early_slot(params, first + (early ? item.n : 0));",
+            "const GivenSlot early_slot(params, first);",
+        ),
+        (
+            "a fold ahead of its weights",
+            "holds = ptx::opaque(static_cast<unsigned>(folding));",
+            "holds = ptx::opaque(0u);",
+        ),
+        (
+            "a stage asked for while one is held",
+            "      if (holds == 0) ask();\n",
+            "      ask();\n",
+        ),
+        (
+            "tight rows with padding",
+            "kMayBeTight<State> && p.tight_rows != 0 ? 0 : 16",
+            "16",
         ),
         (
             "items end behind their group",
-            "min(heads, params.heads_per_group - first)",
-            "heads",
+            "min(most, params.heads_per_group - item.first)",
+            "most",
         ),
         (
             "ring rows of B from row 0 on",
@@ -551,8 +627,8 @@ EDITS = {
         ),
         (
             "slots of the first list for the second",
-            "    if (first > 0) slot = ask_for_slot(params, first);\n",
-            "",
+            "const GivenSlot slot = ask_for_slot(params, first);",
+            "const GivenSlot slot = ask_for_slot(params, 0);",
         ),
         (
             "list begun anew while others take from it",
@@ -937,8 +1013,8 @@ EDITS = {
         ("small: unseen rows added", "seen(is_there);", "seen(true);"),
         (
             "small: weights not waited for",
-            "ptx::barrier_sync<1>(params.threads + ptx",
-            "ptx::barrier_arrive<1>(params.threads + ptx",
+            "    ptx::barrier_sync<1>(params.threads + ptx::zero_behind(all));\n",
+            "",
         ),
         ("small: decay of the first token", "shared.decays[i % kTokens]", "shared.decays[0]"),
         ("small: x of a long ring by places", "return Base::place_of(r);", "return r;"),

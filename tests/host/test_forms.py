@@ -7,6 +7,7 @@ tokens are sums in another order where there are few heads: both are held agains
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def in_form(monkeypatch):
     """Does one step in a form of the kernel: its output, the pools after it, and its plan."""
 
     def run(form, case: Case, pools: Stored, step: Step, count=3, order="forward", spread=None,
-            layouts=False, **options):  # fmt: skip
+            layouts=False, out=np.float32, **options):  # fmt: skip
         choose_form(monkeypatch, form)
         if spread is not None:
             monkeypatch.setattr(schedule, "spread_small", lambda *args: spread)
@@ -66,11 +67,11 @@ def in_form(monkeypatch):
             # The second kernel must not read before it waits.
             launcher.late = scratch_of
         with launcher.installed():
-            out = after.step(step, np.float32, **options)
+            made = after.step(step, out, **options)
             (plan,) = decode._plans.values()
         few = case.npredicted > 2 and form == "small"
         assert type(plan.key) is (SlabCheckpointingSsuKey if few else KEYS[form])
-        return out, after.snapshot(), plan
+        return made, after.snapshot(), plan
 
     return run
 
@@ -227,6 +228,28 @@ def test_long_rings(in_form, dtype, tokens):
     assert_stored_alike(
         *(in_form(form, case, pools, ragged, **forced) for form in ("small", "stream"))
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+@pytest.mark.parametrize("shape", ["three-heads-per-group", "seven-heads-per-group"])
+def test_tight_rows(in_form, monkeypatch, shape, tokens):
+    """Rows of x without padding and outputs of 16 bits in shared memory give the same bits."""
+    case = Case(SHAPES[shape], tokens, 16, "float32", num_slots=9)
+    rng = np.random.default_rng(tokens)
+    pools, gated = full_pools(case, rng), make_step(case, 7, rng)
+    spread = schedule._stream_of
+    for step in (gated, replace(gated, z=None)):
+        for form in ("stream", "two kernels"):
+            for out in (np.float32, gated.x.dtype):
+                runs = []
+                for tight in (False, True):
+                    wanted = partial(spread, tight=tight)
+                    monkeypatch.setattr(
+                        schedule, "_stream_of", lambda *args, wanted=wanted, **_: wanted(*args)
+                    )
+                    runs.append(in_form(form, case, pools, step, out=out))
+                    assert runs[-1][2].record.tight_rows == tight
+                assert_same(*runs)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 11])
