@@ -180,16 +180,17 @@ def _schedule(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
 def prefers_small(key: CheckpointingSsuKey, step: Step, on: Processor) -> bool:
     """Whether latency counts for more than traffic: few heads a multiprocessor.
 
-    The bounds are where the two forms met on an H200, over whole flush cycles; a fold of several
-    tokens' rows is what the streaming form does better. Four heads of 64 rows are what the form by
-    slabs does at once.
+    The bounds are where the two forms met on an H200, over whole flush cycles of heads of 64 x 128;
+    of one token, wider rows count as several. A fold of several tokens' rows is what the streaming
+    form does better. Four heads of 64 rows are what the form by slabs does at once.
     """
     heads = step.batch * step.nheads * step.head_dim / 64 / on.count
     if key.state_dtype in COPY_DTYPES:
         return heads <= (8 if step.tokens == 1 else 2)
     wide = key.state_dtype == "float32"
     if step.tokens == 1:
-        return heads <= (16 if key.state_dtype in SCALED_FORMATS else 24 if wide else 32)
+        bound = 16 if key.state_dtype in SCALED_FORMATS else 24 if wide else 32
+        return heads * max(1.0, key.dstate / 128) <= bound
     return heads <= (2 if wide and step.tokens == 2 else 4)
 
 

@@ -231,13 +231,20 @@ def test_items_of_codes(batch, tokens, heads):
 
 
 @pytest.mark.parametrize(
-    ("state", "tokens", "few", "many"),
-    [("float32", 1, 49, 50), ("float16", 1, 66, 67), ("int8", 1, 33, 34), ("float32", 4, 8, 9)],
+    ("state", "dstate", "tokens", "few", "many"),
+    [
+        ("float32", 128, 1, 49, 50),
+        ("float32", 256, 1, 24, 25),
+        ("float16", 128, 1, 66, 67),
+        ("int8", 128, 1, 33, 34),
+        ("int8", 64, 1, 33, 34),
+        ("float32", 128, 4, 8, 9),
+    ],
 )
-def test_few_heads_have_a_form_of_their_own(state, tokens, few, many):
+def test_few_heads_have_a_form_of_their_own(state, dstate, tokens, few, many):
     for batch, small in ((few, True), (many, False)):
         step = Step(batch, 64, 8, 64, tokens, 16, 16 + tokens, False)
-        key = schedule(state, "bfloat16", 128, step, Processor(132, 227 << 10)).key
+        key = schedule(state, "bfloat16", dstate, step, Processor(132, 227 << 10)).key
         assert (type(key) is not CheckpointingSsuKey) == small
 
 
