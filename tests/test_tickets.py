@@ -71,11 +71,12 @@ def test_fewer_items_than_are_shared(backend, real):
     assert shared_items() == {schedule.SHARED_ITEMS * BLOCKS}
 
 
-def test_a_step_takes_the_counter_of_its_first_sequence(backend):
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_step_takes_the_counter_of_its_first_sequence(backend, padding):
     """Others may be in use by steps on other slots."""
     case = replace(CASE, npredicted=1)
     stack, _ = make_stack(backend, case)
-    slots = [5, *range(6, 5 + BATCH - 1), 2]
+    slots = [-1] * padding + [5, *range(6, 5 + BATCH - 1 - padding), 2]
     taken = np.full_like(tickets(backend, stack), 3)
     taken[:, 5] = 0
     stack._tickets._array[...] = backend.put(taken)
