@@ -58,7 +58,8 @@ __device__ __forceinline__ Found find_item(const CheckpointingSsuParams& params,
   return {n, group, static_cast<int>(of_n - group * of_group) * heads};
 }
 
-// The first one that a warp takes.
+// The first one that a warp takes. Without the shuffle, the compiler would not know it to be the
+// same for all lanes, and have them converge again throughout the loop.
 __device__ __forceinline__ unsigned first_index() {
   return __shfl_sync(kAllLanes, threadIdx.x >> 5, 0) * gridDim.x + blockIdx.x;
 }
