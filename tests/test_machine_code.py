@@ -67,19 +67,18 @@ def places(code: list[str], pattern: str) -> list[int]:
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_small_form_asks_for_everything_before_it_waits(nvdisasm, tmp_path, state_dtype):
     """Product warps have asked for rows and tokens when they compute the first product, and then
-    nothing until they arrive. State warps ask for all pieces of their rows at once."""
+    nothing until they wait. State warps ask for all pieces of their rows at once."""
     key = SmallCheckpointingSsuKey(state_dtype, "bfloat16", 128, 1)
     code = instructions(disassemble(nvdisasm, tmp_path, key, "sm_90"))
     asks, product = places(code, r"\bLDG\b"), places(code, r"\bHMMA\.1688\b")[0]
-    arrivals = places(code, r"\bBAR\.ARV\b")  # of product warps, and of the one for decays
-    assert len(arrivals) == 2
-    arrive = min(i for i in arrivals if i > product)
-    assert len([i for i in asks if i < product and ".128" in code[i]]) >= 8  # B and C
-    assert not [i for i in asks if product < i < arrive]
-    pieces = 128 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype] // 128
+    # Of state warps with several rows a lane and with one, and of product warps.
     waits = places(code, r"^BAR\.SYNC\S* 0x1\b")
-    assert len(waits) == 2  # for one row and for several
-    for wait, quads in zip(waits, (most_quads(key), 1), strict=True):
+    *of_state, of_product = waits
+    assert len(waits) == 3 and of_state[-1] < product < of_product
+    assert len([i for i in asks if i < product and ".128" in code[i]]) >= 8  # B and C
+    assert not [i for i in asks if product < i < of_product]
+    pieces = 128 * {"float32": 4, "bfloat16": 2, "int8": 1}[state_dtype] // 128
+    for wait, quads in zip(of_state, (most_quads(key), 1), strict=True):
         first = max((i for i in waits if i < wait), default=0)
         wide = [i for i in asks if first < i < wait and "LDG.E.128" in code[i]]
         assert len(wide) >= pieces * quads
