@@ -96,7 +96,7 @@ class Ours:
         two_kernels = settings.algorithm == "two-kernel"
         self.replay = bound("monolith" if two_kernels else settings.algorithm)
         self.two_kernels = bound("two-kernel") if two_kernels else []
-        # A process launches its first graphs faster than all later ones, up to some eager launches.
+        # Until a process has launched some steps eagerly, its graphs are faster than ever after.
         for launch in (self.replay * SETTLING_LAUNCHES)[:SETTLING_LAUNCHES]:
             launch()
         # Beside a copy: the float16 state alone.

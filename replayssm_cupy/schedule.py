@@ -246,7 +246,8 @@ def most_flushing_heads(key: CheckpointingSsuKey, step: Step, on: Processor, mos
 def _stream(key: CheckpointingSsuKey, step: Step, on: Processor) -> Schedule:
     """The one whose warps have least to do; an item costs about as much as one head more.
 
-    Rows of float32 states are tight where that makes room for a warp: their reads cost more.
+    Rows beside float32 states (`kMayBeTight`) are tight where that makes room for a warp: reading
+    them costs more.
     """
 
     def work(launch: Schedule) -> int:
@@ -265,8 +266,8 @@ def _stream_of(
 ) -> Schedule:
     """One block per multiprocessor with as many warps as its shared memory feeds.
 
-    A warp takes up to `most` heads of a group at once: they share B and C. If they give each warp
-    a first item that is the same whether it flushes, warps know theirs ahead of the list.
+    A warp takes up to `most` heads of a group at once: they share B and C. Where items that flush
+    have as many, warps know their first ones ahead of the list; not beside 8 bits (`kKnowsFirst`).
     """
     heads, items = _split(step.heads_per_group, most)
     flush_heads, flushes = _split(step.heads_per_group, most_flushing_heads(key, step, on, most))
@@ -479,7 +480,8 @@ def _share(
     rows of B; x and z of a head, `head_tiles` times; its outputs; products of C and B of new and
     old rows; scales of C; dt; weights of `heads` heads (a `WeightShape` each); decode scales of the
     state; cursors. A step whose weights come from scratch has none of what makes them, and its
-    weights twice: those of the next heads come early.
+    weights twice: those of the next heads come early. Where rows are `tight`, x has no padding, and
+    outputs are of 16 bits unless the step's are float32.
     """
     prepared = isinstance(key, PreparedCheckpointingSsuKey)
     if prepared:
